@@ -1,0 +1,315 @@
+"""fl.compile and fl.explain: capture, schedule, realise, launch; and the fallback policy, in one place."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
+
+from .bridge.dlpack import DlpackKernel
+from .bridge.launch import DirectKernel, unavailable
+from .bridge.splice import RegionRunner, splice
+from .capture import translate
+from .capture.aten import mutates_inputs, to_aten
+from .config import Config, config
+from .errors import FallbackWarning, InputError, Unsupported
+from .explain import Explanation, Fallback, Graph
+from .kernels.triton import check_supported
+from .schedule.dtype import itemsize
+from .schedule.pipeline import Schedule, schedule
+from .schedule.plan import KernelPlan
+from .schedule.program import Program
+
+# Specialisations of one graph (shapes, strides, types) kept at a time.
+MAX_SPECIALISATIONS = 256
+# TorchDynamo stops compiling, silently, past this many versions of one function; its own default is 8.
+RECOMPILE_LIMIT = 1024
+
+_warned: set[tuple] = set()
+# Tracing sets process-wide flags, so one graph is built at a time.
+_building = threading.RLock()
+
+
+def compile(
+    fn: Any = None, *, fallback: str | None = None, road: str | None = None, interpret: bool | None = None
+) -> Any:
+    """Compile a function, method or nn.Module: fused kernels where its algebra allows, PyTorch elsewhere.
+
+    Use as `fl.compile(fn)`, `@fl.compile` or `@fl.compile(...)`.
+
+    Args:
+      fn: what to compile. A module comes back as a module that shares its parameters and buffers.
+      fallback: "torch" runs what cannot be fused in PyTorch, with one warning; "error" raises Unsupported.
+      road: "auto", "dlpack" (through JAX's runtime) or "direct" (launched on PyTorch's stream).
+      interpret: run kernels in Pallas's interpreter; by default only for CPU tensors.
+      Settings that are None follow `fl.config` when a graph is compiled.
+
+    Returns: a callable with the same arguments and results as `fn`.
+
+    Raises: ConfigError for a setting that is not allowed. Calls of the result raise InputError for
+      arguments that PyTorch would refuse.
+    """
+    given = {"fallback": fallback, "road": road, "interpret": interpret}
+    config.merged(**given)
+    if fn is None:
+        return lambda f: compile(f, **given)
+    return _compiled(fn, Backend(given))
+
+
+def torch_backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+    """The TorchDynamo backend: `torch.compile(f, backend="fl_pallas", options={...})`."""
+    return Backend(options.get("options") or {})(gm, example_inputs)
+
+
+def explain(fn: Any, *args: Any, **kwargs: Any) -> Explanation:
+    """Run `fn` on these arguments and tell what became of it.
+
+    Args:
+      fn: what one would give to `fl.compile`, or what that returned.
+    """
+    explanation = Explanation()
+    original = getattr(fn, "_orig_mod", None) or getattr(fn, "__fl_original__", fn)
+    backend = Backend({"fallback": "torch"}, explanation)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        _compiled(original, backend)(*args, **kwargs)
+    return explanation
+
+
+def _compiled(fn: Any, backend: Backend) -> Any:
+    """`fn` through TorchDynamo with our backend, its errors made ours."""
+    options: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT} if _has_recompile_limit() else {}
+    inner = torch.compile(fn, backend=backend, **options)
+    if isinstance(fn, torch.nn.Module):
+        inner.forward = _guarded(inner.forward)
+        return inner
+    call = functools.wraps(fn)(_guarded(inner))
+    call.__fl_original__ = fn  # type: ignore[attr-defined]
+    return call
+
+
+@functools.cache
+def _has_recompile_limit() -> bool:
+    import inspect
+
+    known = "recompile_limit" in inspect.signature(torch.compile).parameters
+    if not known:
+        limit = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = max(limit, RECOMPILE_LIMIT)  # type: ignore[assignment]
+    return known
+
+
+def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            try:
+                return call(*args, **kwargs)
+            except RuntimeError as error:
+                if "FX to symbolically trace" not in str(error):
+                    raise
+                # Another thread is tracing, and TorchDynamo mistakes its flag for ours.
+                with _building:
+                    return call(*args, **kwargs)
+        except TorchRuntimeError as error:
+            raise InputError(f"PyTorch refuses these arguments: {_first_line(error)}") from error
+        except BackendCompilerFailed as error:
+            inner = error.inner_exception
+            if isinstance(inner, Unsupported):
+                raise inner from None
+            raise
+
+    return run
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "got " in line), lines[0] if lines else repr(error)).strip()
+
+
+class Backend:
+    """A TorchDynamo backend; keeps nothing but its settings and, for fl.explain, what it saw."""
+
+    def __init__(self, given: dict[str, Any], explanation: Explanation | None = None):
+        self.given, self.explanation = given, explanation
+
+    def __call__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return _Specialised(gm, example_inputs, config.merged(**self.given), self.explanation)
+
+
+class _Specialised:
+    """A captured graph, compiled anew for each combination of shapes, strides and types it meets."""
+
+    def __init__(
+        self, gm: torch.fx.GraphModule, examples: Sequence[Any], settings: Config, explanation: Explanation | None
+    ):
+        self.gm, self.settings, self.explanation = gm, settings, explanation
+        # TorchDynamo's guards hold everything fixed unless some size is symbolic.
+        self.fixed = not any(map(_is_symbolic, examples))
+        self.only: Callable[..., Any] | None = None
+        self.versions: OrderedDict[tuple, Callable[..., Any]] = OrderedDict()
+
+    def __call__(self, *args: Any) -> Any:
+        if self.only is not None:
+            return self.only(*args)
+        key = (*map(_signature, args), torch.is_grad_enabled(), torch.get_float32_matmul_precision())
+        run = self.versions.get(key)
+        if run is not None:
+            return run(*args)
+        with _building:
+            run = self.versions.get(key) or self._build(args)
+            try:
+                # Kernels are compiled by their first call; inputs are never written, so PyTorch can still do it.
+                out = run(*args)
+            except Unsupported as refusal:
+                _report(Fallback(refusal.what, refusal.why, refusal.where, 0), self.settings)
+                run, out = self.gm, self.gm(*args)
+            self.versions[key] = run
+            self.only = run if self.fixed else None
+            if len(self.versions) > MAX_SPECIALISATIONS:
+                self.versions.popitem(last=False)
+        return out
+
+    def _build(self, args: Sequence[Any]) -> Callable[..., Any]:
+        history: list[tuple[str, str]] = []
+        found: list[Fallback] = []
+        run: Callable[..., Any] = self.gm
+        made: Schedule | None = None
+        left: Counter[str] = Counter()
+        reason = _unfit(args)
+        if reason is None:
+            with torch.no_grad():
+                run, made, left = _build_graph(self.gm, args, self.settings, history, found)
+        elif _scheduled_kernels(self.gm, args, history):
+            # Say so only where something would have been fused.
+            found.append(Fallback("the whole graph", reason, None, 0))
+        if self.explanation is not None:
+            self.explanation.graphs.append(Graph(made, tuple(found), tuple(history), tuple(sorted(left.items()))))
+        else:
+            for f in found:
+                _report(f, self.settings)
+        return run
+
+
+def _build_graph(
+    gm: torch.fx.GraphModule,
+    args: Sequence[Any],
+    settings: Config,
+    history: list[tuple[str, str]],
+    found: list[Fallback],
+) -> tuple[Callable[..., Any], Schedule | None, Counter[str]]:
+    aten = to_aten(gm, args)
+    if mutates_inputs(aten):
+        found.append(Fallback("an input is written to", "kernels never write to inputs", None, 0))
+        return gm, None, Counter()
+    program = _marked(translate(aten), aten, args)
+    made = schedule(program, record=lambda stage, text: history.append((stage, text)))
+    device = _device(args)
+    interpret = settings.interpret if settings.interpret is not None else device.type != "cuda"
+    runners, regions, kernels = [], [], []
+    for region, plans in zip(made.regions, made.kernels, strict=True):
+        try:
+            for plan in plans:
+                check_supported(plan, interpret)
+        except Unsupported as refusal:
+            big = max((made.program.by_name[m] for m in region.members), key=lambda v: v.numel)
+            found.append(Fallback(refusal.what, refusal.why, big.where, big.numel * itemsize(big.dtype)))
+            continue
+        launchers = [_launcher(plan, device, interpret, settings.road) for plan in plans]
+        runners.append(RegionRunner(region, plans, launchers, [k.names for k in launchers]))
+        regions.append(region)
+        kernels.append(plans)
+    found += [Fallback(r.blocker.op, r.why, r.blocker.where or r.value.where, r.nbytes) for r in made.rejected]
+    made = replace(made, regions=tuple(regions), kernels=tuple(kernels))
+    if not runners:
+        return gm, made, Counter(_left(aten))
+    spliced = splice(aten, runners)
+    return spliced, made, Counter(_left(spliced))
+
+
+def _launcher(plan: KernelPlan, device: torch.device, interpret: bool, road: str) -> DlpackKernel | DirectKernel:
+    """The road a kernel takes: direct wherever it can, unless the user chose.
+
+    Raises: Unsupported if the user chose a road that does not lead to the device.
+    """
+    reason = unavailable(device)
+    if road == "direct" and reason is not None:
+        raise Unsupported('road="direct"', reason)
+    if interpret or road == "dlpack" or reason is not None:
+        return DlpackKernel(plan, interpret)
+    return DirectKernel(plan, device)
+
+
+def _left(gm: torch.fx.GraphModule) -> list[str]:
+    return [str(n.target) for n in gm.graph.nodes if n.op == "call_function" and str(n.target).startswith("aten")]
+
+
+def _marked(program: Program, aten: torch.fx.GraphModule, args: Sequence[Any]) -> Program:
+    """`program` with the inputs that are parameters marked as such."""
+    names = [n.name for n in aten.graph.nodes if n.op == "placeholder"]
+    parameters = {n for n, a in zip(names, args, strict=True) if isinstance(a, torch.nn.Parameter)}
+    values = tuple(replace(v, op="parameter") if v.name in parameters else v for v in program.values)
+    return Program(values, program.outputs)
+
+
+def _scheduled_kernels(gm: torch.fx.GraphModule, args: Sequence[Any], history: list[tuple[str, str]]) -> bool:
+    """Whether the graph would have kernels, were it fit for them."""
+    plain = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+    with torch.no_grad():
+        aten = to_aten(gm, plain)
+        if mutates_inputs(aten):
+            return False
+        made = schedule(translate(aten), record=lambda stage, text: history.append((stage, text)))
+    return bool(made.regions or made.rejected)
+
+
+def _unfit(args: Sequence[Any]) -> str | None:
+    """Why a graph called with these arguments must run in PyTorch whole; None if it need not."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        return "a tensor needs a gradient, and only the forward pass is compiled so far (use torch.no_grad())"
+    devices = {t.device for t in tensors if t.dim()}
+    if len(devices) > 1:
+        return f"tensors on {', '.join(sorted(map(str, devices)))}"
+    if any(d.type not in ("cpu", "cuda") for d in devices):
+        return f"device {', '.join(sorted(map(str, devices)))}"
+    if any(t.layout is not torch.strided or type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
+        return "a tensor that is sparse, nested or of a subclass"
+    return None
+
+
+def _device(args: Sequence[Any]) -> torch.device:
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    return next((t.device for t in tensors if t.dim()), torch.device("cpu"))
+
+
+def _is_symbolic(a: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return any(isinstance(n, torch.SymInt) for n in (*a.shape, *a.stride(), a.storage_offset()))
+    return not isinstance(a, (bool, str, type(None)))
+
+
+def _signature(a: Any) -> Any:
+    if isinstance(a, torch.Tensor):
+        return a.shape, a.stride(), a.dtype, a.device, a.requires_grad
+    return type(a), repr(a)
+
+
+def _report(f: Fallback, settings: Config) -> None:
+    """One warning per cause, at the user's line, or an exception where the user asked for one."""
+    if settings.fallback == "error":
+        raise Unsupported(f.what, f.why, f.where)
+    cause = f.what, f.why, f.where
+    if cause in _warned:
+        return
+    _warned.add(cause)
+    if f.where is None:
+        warnings.warn(str(f), FallbackWarning, stacklevel=2)
+    else:
+        warnings.warn_explicit(str(f), FallbackWarning, f.where.file, f.where.line)

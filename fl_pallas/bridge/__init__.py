@@ -1,0 +1,1 @@
+"""Tensors to kernels and back: the roads, and the graph around them."""

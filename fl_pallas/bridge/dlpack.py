@@ -1,0 +1,95 @@
+"""The DLPack road: PyTorch tensors to JAX and back without a copy, kernels run by JAX's runtime."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from ..config import share_gpu_memory
+from ..schedule.plan import KernelPlan
+
+share_gpu_memory()
+
+import jax  # noqa: E402  (its memory setting is read at import)
+from jax import lax  # noqa: E402
+
+from ..capture.dtypes import short_dtype  # noqa: E402
+from ..kernels.triton import TensorSpec, operand_names, pallas_function  # noqa: E402
+from .layout import to_copy  # noqa: E402
+
+# JAX takes CPU memory as it is only at this alignment; bytes.
+ALIGNMENT = 64
+
+
+def matmul_precision(interpret: bool) -> object:
+    """JAX's name for PyTorch's float32 matmul precision.
+
+    "highest" is three TF32 products, as accurate as float32; "high" and "medium" are one.
+    """
+    if interpret:
+        return lax.Precision.HIGHEST
+    if torch.get_float32_matmul_precision() == "highest":
+        return lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    return lax.DotAlgorithmPreset.TF32_TF32_F32
+
+
+def flat_view(t: torch.Tensor) -> tuple[torch.Tensor, TensorSpec]:
+    """The memory `t` spans as a 1-D tensor, and where `t` lies in it. No copy, whatever the strides.
+
+    The flat view starts at the last aligned element before `t`. A CPU tensor whose storage is not
+    aligned is copied.
+    """
+    t = t.detach().resolve_neg()
+    dtype = short_dtype(t.dtype) or ""
+    size = t.element_size()
+    unit = ALIGNMENT // size
+    offset = int(t.storage_offset()) % unit
+    if (t.data_ptr() - offset * size) % ALIGNMENT and t.device.type == "cpu":
+        t = t.contiguous().clone()
+        offset = 0
+    spec = TensorSpec(tuple(t.shape), tuple(t.stride()), offset, dtype)
+    flat = torch.as_strided(t, (spec.span,), (1,), t.storage_offset() - offset)
+    return (flat.view(torch.uint8) if dtype == "bool" else flat), spec
+
+
+def to_jax(t: torch.Tensor) -> jax.Array:
+    """A 1-D tensor as a jax array on the same memory; work queued on PyTorch's current stream comes first."""
+    return jax.dlpack.from_dlpack(t)
+
+
+def to_torch(x: jax.Array, shape: Sequence[int], dtype: str) -> torch.Tensor:
+    """A 1-D jax array as a tensor on the same memory, ready for PyTorch's current stream."""
+    if next(iter(x.devices())).platform == "cpu":
+        x.block_until_ready()
+    out = torch.from_dlpack(x)
+    return (out.view(torch.bool) if dtype == "bool" else out).view(tuple(shape))
+
+
+class DlpackKernel:
+    """A KernelPlan that runs on tensors through JAX."""
+
+    def __init__(self, plan: KernelPlan, interpret: bool):
+        self.plan, self.interpret = plan, interpret
+        self.names = operand_names(plan)
+        self._compiled = functools.lru_cache(maxsize=64)(self._compile)
+
+    def _compile(self, specs: tuple[TensorSpec, ...], precision: object):
+        return jax.jit(pallas_function(self.plan, specs, precision, self.interpret))
+
+    def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run on the tensors named by `names`; returns the plan's stores, each a new tensor."""
+        device = next((t.device for t in operands if t.dim()), None)
+        # PyTorch lets a CPU tensor of no dimensions take part in computations on a GPU.
+        operands = [t if device is None or t.device == device else t.to(device) for t in operands]
+        if not self.interpret:
+            copied = to_copy(self.plan, operands)
+            operands = [t.contiguous() if n in copied else t for n, t in zip(self.names, operands, strict=True)]
+        with jax.enable_x64(True):
+            views = [flat_view(t) for t in operands]
+            run = self._compiled(tuple(spec for _, spec in views), matmul_precision(self.interpret))
+            results = run(*(to_jax(flat) for flat, _ in views))
+            return [
+                to_torch(x, [a.extent for a in s.axes], s.dtype) for x, s in zip(results, self.plan.stores, strict=True)
+            ]

@@ -1,0 +1,77 @@
+"""Regions back into the graph: their nodes give way to one call of their kernels; the rest stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..schedule.passes.grow_regions import Region
+from ..schedule.plan import KernelPlan
+
+Kernel = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+
+
+class RegionRunner:
+    """Runs the kernels of a region in order; intermediates live only inside the call.
+
+    Attributes:
+      operands: names of the tensors it takes, in order.
+      outputs: names of the tensors it returns, in order.
+    """
+
+    def __init__(
+        self, region: Region, plans: Sequence[KernelPlan], kernels: Sequence[Kernel], names: Sequence[Sequence[str]]
+    ):
+        self.outputs = region.outputs
+        self._steps = list(zip(plans, kernels, names, strict=True))
+        made = {s.name for p in plans for s in p.stores}
+        self.operands = tuple(dict.fromkeys(n for group in names for n in group if n not in made))
+
+    def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        env = dict(zip(self.operands, tensors, strict=True))
+        for plan, kernel, names in self._steps:
+            results = kernel([env[n] for n in names])
+            env.update((s.name, t) for s, t in zip(plan.stores, results, strict=True))
+        return tuple(env[n] for n in self.outputs)
+
+
+def splice(gm: GraphModule, runners: Sequence[RegionRunner]) -> GraphModule:
+    """`gm` with the outputs of each region computed by its runner; nodes nobody needs any more are gone."""
+    graph = gm.graph
+    nodes = {n.name: n for n in graph.nodes}
+    last = next(n for n in graph.nodes if n.op == "output")
+    for k, runner in enumerate(runners):
+        runner.__name__ = f"region_{k}"  # type: ignore[attr-defined]  (FX names the callee by it)
+        with graph.inserting_before(last):
+            call = graph.call_function(runner, tuple(nodes[n] for n in runner.operands))
+            for n, name in enumerate(runner.outputs):
+                result = graph.call_function(_item, (call, n))
+                nodes[name].replace_all_uses_with(result)
+                nodes[name] = result
+    _sort(graph)
+    graph.eliminate_dead_code()
+    gm.recompile()
+    return gm
+
+
+def _item(values: tuple[torch.Tensor, ...], n: int) -> torch.Tensor:
+    return values[n]
+
+
+def _sort(graph: torch.fx.Graph) -> None:
+    """Put every node after what it reads, otherwise keeping the order."""
+    placed: set[Node] = set()
+    pending = [n for n in graph.nodes if n.op != "output"]
+    cursor = graph._root
+    while pending:
+        waiting = []
+        for n in pending:
+            if all(a in placed for a in n.all_input_nodes):
+                cursor.append(n)
+                cursor = n
+                placed.add(n)
+            else:
+                waiting.append(n)
+        pending = waiting

@@ -1,0 +1,5 @@
+"""From PyTorch code to a Program: the only part that knows ATen."""
+
+from .translate import translate
+
+__all__ = ["translate"]

@@ -1,0 +1,138 @@
+"""From a Dynamo graph to a functional ATen graph of static shapes, with the user's source lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
+
+from .decompose import attention
+
+F = torch.nn.functional
+aten = torch.ops.aten
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`F.scaled_dot_product_attention` in plain PyTorch; with dropout, itself."""
+    if dropout_p > 0.0:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    return attention(query, key, value, attn_mask, is_causal, scale)
+
+
+def _opened(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    results: str,
+) -> Any:
+    """One of PyTorch's attention kernels in plain PyTorch.
+
+    Its further results (a letter each: t a tensor, n a number) serve only a backward, and nothing reads them.
+    """
+    if dropout:
+        return NotImplemented
+    return attention(q, k, v, bias, causal, scale), *(q.new_zeros(()) if r == "t" else 0 for r in results)
+
+
+# What PyTorch's own modules end in, out of reach of the mode below.
+_KERNELS = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (
+        lambda q, k, v, dropout=0.0, causal=False, *, attn_mask=None, scale=None: _opened(
+            q, k, v, attn_mask, dropout, causal, scale, "t"
+        )
+    ),
+    aten._scaled_dot_product_flash_attention.default: (
+        lambda q, k, v, dropout=0.0, causal=False, debug_mask=False, *, scale=None: _opened(
+            q, k, v, None, dropout, causal, scale, "tttnnttt"
+        )
+    ),
+    aten._scaled_dot_product_efficient_attention.default: (
+        lambda q, k, v, bias, lse, dropout=0.0, causal=False, *, scale=None: _opened(
+            q, k, v, bias, dropout, causal, scale, "ttt"
+        )
+    ),
+    aten._scaled_dot_product_cudnn_attention.default: (
+        lambda q, k, v, bias, lse, dropout=0.0, causal=False, debug_mask=False, *, scale=None: _opened(
+            q, k, v, bias, dropout, causal, scale, "tttnnttt"
+        )
+    ),
+}
+
+
+class _OpenAttention(TorchFunctionMode):
+    """While active, calls of `F.scaled_dot_product_attention`, also inside PyTorch's own modules, are opened up."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def to_aten(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphModule:
+    """The ATen graph of `gm` for inputs of these shapes, strides, dtypes and devices.
+
+    Args:
+      gm: a graph of torch functions; its nodes' stack traces are kept.
+      inputs: the tensors (real or fake) and numbers it is called with. Their data is not read.
+
+    Returns:
+      A graph without mutation of intermediates (a mutated input shows as a final `copy_`), whose views
+      stay views, with every result in `meta["val"]`.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in inputs]
+
+    def run(*args: Any) -> Any:
+        with torch.fx.traceback.preserve_node_meta(), _OpenAttention():
+            return torch.fx.Interpreter(gm).run(*args)
+
+    out = _trace(run, fakes, mode)
+    if any(_writes(n) for n in out.graph.nodes):
+        # Composites of PyTorch's own may still write in place after one pass.
+        out = _trace(lambda *args: _retrace(out, args), fakes, mode)
+    return out
+
+
+def _trace(run: Any, fakes: list[Any], mode: FakeTensorMode) -> torch.fx.GraphModule:
+    with mode, torch.no_grad():
+        functional = torch.func.functionalize(run, remove="mutations")
+        out = make_fx(functional, decomposition_table=_KERNELS, tracing_mode="real")(*fakes)
+    out.graph.eliminate_dead_code()
+    out.recompile()
+    return out
+
+
+def _retrace(gm: torch.fx.GraphModule, args: tuple) -> Any:
+    with torch.fx.traceback.preserve_node_meta():
+        return torch.fx.Interpreter(gm).run(*args)
+
+
+def _writes(node: torch.fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def mutates_inputs(gm: torch.fx.GraphModule) -> bool:
+    """Whether an ATen graph writes to what it was given (or to anything)."""
+    return any(_writes(n) for n in gm.graph.nodes)

@@ -1,0 +1,86 @@
+"""PyTorch's own decompositions, traced one operation at a time."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+from torch._decomp import core_aten_decompositions, decomposition_table
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..errors import Unsupported
+from .dtypes import torch_dtype
+from .tensor import Tensor
+
+aten = torch.ops.aten
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """What `F.scaled_dot_product_attention` computes, without the float32 copies its own decomposition makes.
+
+    Args:
+      q: [..., heads, queries, dim].
+      k, v: [..., heads or a divisor of it, keys, dim].
+      bias: broadcastable to [..., heads, queries, keys]; bool: where to look; else added to the scores.
+      causal: whether query i sees the keys up to i only.
+      scale: factor on the scores; None: 1 / √dim.
+    """
+    if q.ndim > 2 and q.shape[-3] != k.shape[-3]:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    if bias is not None:
+        scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
+    # Only a bias can hide a whole row, which then counts as 0.
+    weights = scores.softmax(-1) if bias is None else torch.ops.aten._safe_softmax(scores, -1)
+    return weights.to(v.dtype) @ v
+
+
+@cache
+def _table() -> dict[Any, Any]:
+    return {**decomposition_table, **core_aten_decompositions()}
+
+
+def has_decomposition(target: Any) -> bool:
+    """Whether PyTorch says what `target` does in simpler operations."""
+    return target in _table()
+
+
+def decomposition(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.fx.Graph, list[Tensor]]:
+    """The graph of `target` in simpler operations, and the tensors among its arguments, one per placeholder.
+
+    Raises:
+      Unsupported: the decomposition cannot be traced.
+    """
+    body = _table()[target]
+    leaves, tree = tree_flatten((args, kwargs))
+    inputs = [x for x in leaves if isinstance(x, Tensor)]
+
+    def run(*tensors: torch.Tensor) -> Any:
+        given = iter(tensors)
+        a, k = tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], tree)
+        made = body(*a, **k)
+        # A named tuple would put its own constructor into the graph.
+        return tuple(made) if isinstance(made, tuple) else made
+
+    with FakeTensorMode():
+        fakes = [torch.empty(t.shape, dtype=torch_dtype(t.dtype)) for t in inputs]
+    try:
+        graph = make_fx(run, tracing_mode="fake")(*fakes).graph
+    except Exception as error:  # a decomposition may fail in any way; PyTorch then runs the operation
+        raise Unsupported(str(target), f"no rule for {target}, and its decomposition fails: {error}") from error
+    graph.eliminate_dead_code()
+    return graph, inputs

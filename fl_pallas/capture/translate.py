@@ -1,0 +1,192 @@
+"""From an ATen graph to a Program: one pure expression per tensor."""
+
+from __future__ import annotations
+
+import operator
+import re
+from typing import Any
+
+import torch
+from torch.fx.node import Node, map_arg
+
+from ..errors import SourceLoc, Unsupported
+from ..schedule.expr import Expr, const, index, load
+from ..schedule.program import Program, Value, reads_of, value_axes
+from . import reduction
+from .dtypes import short_dtype
+from .rules import Result, apply, is_getitem
+from .tensor import Tensor
+
+aten = torch.ops.aten
+_FRAME = re.compile(r'File "([^"]*)", line (\d+)[^\n]*(?:\n\s*(?!File ")([^\n]*))?')
+
+
+def translate(gm: torch.fx.GraphModule) -> Program:
+    """The Program of a functional ATen graph of static shapes.
+
+    Args:
+      gm: a graph traced by make_fx with fake tensors; every node has its result in `meta["val"]`.
+
+    Returns:
+      A value for every tensor node, named as the node. What has no rule is an extern value with its
+      reason. A node with several results gives no value; its getitem nodes do.
+
+    Raises:
+      Unsupported: a tensor has a size that is not a plain integer, or an operation writes to its argument.
+    """
+    translation = _Translation(gm)
+    for node in gm.graph.nodes:
+        translation.visit(node)
+    return Program(tuple(translation.values.values()), translation.outputs)
+
+
+class _Translation:
+    """The state of one translation: values by node name, and how later nodes read each node."""
+
+    def __init__(self, gm: torch.fx.GraphModule):
+        self.gm = gm
+        self.values: dict[str, Value] = {}
+        self.outputs: tuple[str, ...] = ()
+        self.results: dict[Node, Result] = {}
+        self.refusals: dict[Node, str] = {}
+        # Values a node without value of its own (a tuple, a number) is computed from.
+        self.sources: dict[Node, tuple[str, ...]] = {}
+
+    def visit(self, node: Node) -> None:
+        if node.op == "output":
+            found = [n.name for n in _nodes(node.args[0])]
+            self.outputs = tuple(n for n in found if n in self.values)
+        elif node.op in ("placeholder", "get_attr"):
+            self._input(node)
+        else:
+            self._call(node)
+
+    def _input(self, node: Node) -> None:
+        val = _val(self.gm, node)
+        if isinstance(val, torch.Tensor):
+            self._record(node, val, "input", None)
+
+    def _call(self, node: Node) -> None:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            raise Unsupported(str(node.target), "it writes to its argument: the graph is not functional", _where(node))
+        if not node.users:
+            return
+        val = node.meta.get("val")
+        what = str(node.args[0].target if is_getitem(node) else node.target)  # type: ignore[union-attr]
+        expr: Expr | None = None
+        why = ""
+        try:
+            result = self._result(node, val)
+            if isinstance(result, Tensor) and not isinstance(val, torch.Tensor):
+                self.results[node] = result
+            elif isinstance(result, Tensor):
+                expr = result.at(tuple(map(index, value_axes(result.shape))))
+            elif result is not None:
+                self.results[node] = result
+        except Unsupported as refusal:
+            why = self.refusals[node] = refusal.why
+        if isinstance(val, torch.Tensor):
+            self._record(node, val, what, expr, why)
+        else:
+            self.sources[node] = self._reads(node)
+
+    def _result(self, node: Node, val: Any) -> Result | None:
+        """What `node` computes, as tensors over the results of earlier nodes."""
+        for n in node.all_input_nodes:
+            if n in self.refusals and n not in self.results:
+                raise Unsupported(str(node.target), self.refusals[n], _where(node))
+        if isinstance(val, torch.Tensor) and 0 in val.shape:
+            raise Unsupported(str(node.target), "empty tensor")
+        if is_getitem(node):
+            source, position = node.args
+            piece = self.results[source][position]  # type: ignore[index]
+            if piece is None:
+                raise Unsupported(str(node.target), f"no rule for result {position} of {source.target}")  # type: ignore[union-attr]
+            return piece
+        if (literal := _literal(self.gm, node)) is not None:
+            return literal
+        if node.target is aten._local_scalar_dense.default:
+            # A number that TorchDynamo passes as a tensor, so that a new value needs no new graph.
+            return self._number(node.args[0])  # type: ignore[arg-type]
+        args, kwargs = map_arg((node.args, node.kwargs), self._argument)
+        return apply(node.target, val, args, kwargs)
+
+    def _number(self, source: Node) -> tuple[Tensor | None, ...] | Tensor:
+        held = self.results.get(source)
+        if source.op != "placeholder" or not isinstance(held, Tensor) or held.shape:
+            raise Unsupported("a number", "a number computed from data")
+        return held
+
+    def _argument(self, node: Node) -> Any:
+        if node not in self.results:
+            raise Unsupported(str(node.target), "a number computed from data")
+        return self.results[node]
+
+    def _record(self, node: Node, val: torch.Tensor, op: str, expr: Expr | None, why: str = "") -> None:
+        shape = _static_shape(val, node)
+        dtype = short_dtype(val.dtype)
+        if dtype is None:
+            # The Program has no name for the type: a byte stands in, and nothing may read the value.
+            why = self.refusals[node] = f"element type {val.dtype}"
+        else:
+            self.refusals.pop(node, None)
+            self.results[node] = _loaded(node.name, shape, dtype)
+        reads = self._reads(node) if expr is None else reads_of(expr)
+        self.values[node.name] = Value(
+            node.name,
+            value_axes(shape),
+            dtype or "u8",
+            expr,
+            op,
+            reads,
+            why,
+            projection=node.target in reduction.PROJECTIONS,
+            where=_where(node),
+        )
+
+    def _reads(self, node: Node) -> tuple[str, ...]:
+        found: dict[str, None] = {}
+        for n in node.all_input_nodes:
+            found.update(dict.fromkeys((n.name,) if n.name in self.values else self.sources.get(n, ())))
+        return tuple(found)
+
+
+def _loaded(name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
+    return Tensor(shape, dtype, lambda idx: load(name, idx, dtype))
+
+
+def _nodes(arg: Any) -> list[Node]:
+    found: list[Node] = []
+    map_arg(arg, found.append)
+    return found
+
+
+def _val(gm: torch.fx.GraphModule, node: Node) -> Any:
+    val = node.meta.get("val")
+    return operator.attrgetter(str(node.target))(gm) if val is None and node.op == "get_attr" else val
+
+
+def _literal(gm: torch.fx.GraphModule, node: Node) -> Tensor | None:
+    """The constant that a `torch.tensor(number)` of the user's stands for."""
+    if node.target is not aten.lift_fresh_copy.default or node.args[0].op != "get_attr":  # type: ignore[union-attr]
+        return None
+    data = _val(gm, node.args[0])  # type: ignore[arg-type]
+    data = getattr(data, "constant", None) if isinstance(data, torch._subclasses.FakeTensor) else data
+    if data is None or data.ndim or (dtype := short_dtype(data.dtype)) is None:
+        return None
+    return Tensor((), dtype, lambda idx: const(data.item(), dtype))
+
+
+def _static_shape(val: torch.Tensor, node: Node) -> tuple[int, ...]:
+    if not all(isinstance(n, int) for n in val.shape):
+        raise Unsupported(str(node.target), f"shape {tuple(val.shape)} is not static", _where(node))
+    return tuple(val.shape)
+
+
+def _where(node: Node) -> SourceLoc | None:
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    if not frames:
+        return None
+    file, line, code = frames[-1]
+    return SourceLoc(file, int(line), code.strip())

@@ -1,0 +1,52 @@
+"""Errors of fl_pallas: what failed, where in the user's code, why, and what would make it work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SourceLoc:
+    """A line of the user's program: file, 1-based line number and the text of that line."""
+
+    file: str
+    line: int
+    code: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.file}:{self.line}"
+        return f"{text} `{self.code}`" if self.code else text
+
+
+class FlPallasError(Exception):
+    """Base of every error raised by fl_pallas."""
+
+
+class InputError(FlPallasError, ValueError):
+    """The arguments of a compiled function do not fit it (shape, dtype, device)."""
+
+
+class ConfigError(FlPallasError, ValueError):
+    """An option or an FL_* environment variable has a value that is not allowed."""
+
+
+class ScheduleError(FlPallasError):
+    """The scheduler produced or was given an ill-formed IR: a bug of fl_pallas, never of the user."""
+
+
+class Unsupported(FlPallasError):
+    """Something cannot be fused.
+
+    Args:
+      what: the operation (or construct) that stands in the way.
+      why: the law or limit that failed.
+      where: the user's source line, if known.
+    """
+
+    def __init__(self, what: str, why: str, where: SourceLoc | None = None):
+        self.what, self.why, self.where = what, why, where
+        super().__init__(f"{what}: {why}" + (f" (at {where})" if where else ""))
+
+
+class FallbackWarning(UserWarning):
+    """A program, or part of one, runs in PyTorch although fl_pallas was asked to fuse it."""

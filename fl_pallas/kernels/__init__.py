@@ -1,0 +1,1 @@
+"""KernelPlans as Pallas functions. Imports jax, never torch."""

@@ -1,0 +1,83 @@
+"""Triton IR to machine code, by the `triton` package; works without a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+
+from ..errors import Unsupported
+from .lower import Lowered
+
+WARP = 32
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code of a kernel, and what a program of it takes.
+
+    Attributes:
+      binary: the cubin.
+      capability: compute capability it was compiled for; 90 is sm_90.
+      registers: of a thread.
+      stack: bytes of local memory of a thread; all of it spilled registers, for kernels have no arrays.
+      shared: bytes of shared memory of a program.
+      asm: the stages of the compilation by name: "ttir", "ttgir", "llir", "ptx".
+    """
+
+    binary: bytes
+    capability: int
+    registers: int
+    stack: int
+    shared: int
+    asm: dict[str, str]
+
+
+def compile_kernel(lowered: Lowered, capability: int) -> Any:
+    """Compile Triton IR to triton's own CompiledKernel (launchable where there is a GPU).
+
+    Raises: Unsupported, with the compiler's words.
+    """
+    # Triton takes IR from a file alone; its cache goes by the text and not by the path.
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{lowered.name}.ttir"
+        path.write_text(lowered.ttir)
+        options = {"num_warps": lowered.warps, "num_stages": lowered.stages}
+        try:
+            return triton.compile(str(path), target=GPUTarget("cuda", capability, WARP), options=options)
+        except Exception as e:  # LLVM, ptxas and MLIR each have their own
+            raise Unsupported(lowered.name, f"Triton cannot compile it for sm_{capability}: {e}") from e
+
+
+def compile_ttir(lowered: Lowered, capability: int) -> Cubin:
+    """Compile Triton IR to a cubin and read what it needs.
+
+    Raises: Unsupported, with the compiler's words.
+    """
+    kernel = compile_kernel(lowered, capability)
+    registers, stack = resources(kernel.asm["cubin"])
+    texts = {name: text for name, text in kernel.asm.items() if isinstance(text, str)}
+    return Cubin(kernel.asm["cubin"], capability, registers, stack, kernel.metadata.shared, texts)
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack) of a thread of the kernel, as `cuobjdump` (shipped with triton) tells."""
+    fd, path = tempfile.mkstemp(suffix=".cubin")
+    try:
+        with os.fdopen(fd, "wb") as f:
+            f.write(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", path]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    finally:
+        os.unlink(path)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, text
+    return int(found[1]), int(found[2])

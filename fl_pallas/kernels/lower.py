@@ -1,0 +1,160 @@
+"""A KernelPlan as Triton IR text, by JAX's public lowering; no GPU is needed or touched."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.extend.backend import clear_backends
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jaxlib.mlir import ir
+from jaxlib.triton import dialect
+
+from ..errors import Unsupported
+from ..schedule.plan import KernelPlan
+from .triton import TensorSpec, contiguous, operand_names, pallas_function
+
+# The custom call that carries the Triton IR, in JAX 0.10 and 0.11.
+TARGET = "__gpu$xla.gpu.triton"
+# What JAX 0.11 wants to know a GPU by; the Triton IR depends on it only for float8 casts.
+DEVICE = AbstractDevice("NVIDIA H200", None, "gpu")
+# What Triton makes use of: the widest load is 16 bytes.
+ALIGNMENT = 16
+_DIVISIBILITY = re.compile(r"(%arg(\d+): !tt\.ptr<[^>]*>(?: \{[^}]*?tt\.divisibility = ))\d+( : i32)")
+
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A kernel as Triton IR.
+
+    Attributes:
+      ttir: the module, as MLIR text. Its entry takes one pointer per operand, then one per output.
+      name: of the entry.
+      programs: number of programs, along x.
+      warps: of a program.
+      stages: depth of the software pipeline.
+      operands: names of the tensors read, in order.
+      outputs: names of the tensors written, in order.
+    """
+
+    ttir: str
+    name: str
+    programs: int
+    warps: int
+    stages: int
+    operands: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def aligned(self, alignments: Sequence[int]) -> Lowered:
+        """The same kernel for pointers that are multiples of `alignments` bytes, one per pointer."""
+
+        def put(m: re.Match[str]) -> str:
+            return f"{m[1]}{alignments[int(m[2])]}{m[3]}"
+
+        text, count = _DIVISIBILITY.subn(put, self.ttir)
+        if count != len(self.operands) + len(self.outputs):
+            # Without the attribute nothing is assumed of a pointer; that is slow, but right.
+            text = re.sub(r"tt\.divisibility = \d+ : i32", "tt.divisibility = 1 : i32", self.ttir)
+        return replace(self, ttir=text)
+
+
+def lower(plan: KernelPlan, specs: Sequence[TensorSpec], precision: object) -> Lowered:
+    """Lower a plan to Triton IR.
+
+    Args:
+      plan: what to compute.
+      specs: the operands, in the order of `operand_names(plan)`.
+      precision: jax precision (or DotAlgorithmPreset) of float32 matrix products.
+
+    Returns: Triton IR that takes pointers to 16-byte aligned memory (see `Lowered.aligned`).
+
+    Raises: Unsupported.
+    """
+    function = pallas_function(plan, specs, precision, interpret=False)
+    shapes = [jax.ShapeDtypeStruct((max(1, s.span),), s.stored) for s in specs]
+    mesh = AbstractMesh((), (), abstract_device=DEVICE)
+    with off_the_gpu(), jax.enable_x64(True), use_abstract_mesh(mesh):
+        try:
+            stablehlo = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+        except NotImplementedError as e:
+            raise Unsupported(plan.name, f"Pallas cannot lower it to Triton: {e}") from e
+        config = _config(stablehlo)
+        text = _text(config["ir"].value_bytes)
+    outputs = tuple(s.name for s in plan.stores)
+    made = Lowered(
+        text,
+        config["name"].value,
+        config["grid_x"].value,
+        config["num_warps"].value,
+        config["num_stages"].value,
+        operand_names(plan),
+        outputs,
+    )
+    return made.aligned([ALIGNMENT] * (len(specs) + len(outputs)))
+
+
+def lower_contiguous(plan: KernelPlan, tensors: Sequence[tuple[tuple[int, ...], str]], precision: object) -> Lowered:
+    """`lower` for operands of these shapes and types, each freshly allocated."""
+    return lower(plan, [contiguous(shape, dtype) for shape, dtype in tensors], precision)
+
+
+@contextlib.contextmanager
+def off_the_gpu() -> Iterator[None]:
+    """Keep JAX from starting its GPU backend, and with it a context on every GPU, just to lower a kernel.
+
+    JAX starts all of its backends whenever it lowers. If none runs yet and nobody chose any
+    (JAX_PLATFORMS), it gets the CPU alone here, and forgets that afterwards.
+    """
+    with _lock:
+        chosen = jax.config.jax_platforms  # type: ignore[attr-defined]
+        if chosen or _is_running():
+            yield
+            return
+        jax.config.update("jax_platforms", "cpu")
+        try:
+            yield
+        finally:
+            clear_backends()
+            jax.config.update("jax_platforms", chosen)
+
+
+def _is_running() -> bool:
+    """Whether JAX's backends have started. This setting may only change before they do."""
+    count: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    try:
+        jax.config.update("jax_num_cpu_devices", 1 if count != 1 else 2)
+    except RuntimeError:
+        return True
+    jax.config.update("jax_num_cpu_devices", count)
+    return False
+
+
+def _config(module: Any) -> Any:
+    """The backend config of the one Triton call of a StableHLO module."""
+    calls = [op for op in _operations(module.operation) if op.name == "stablehlo.custom_call"]
+    found = [op for op in calls if op.attributes["call_target_name"].value == TARGET]
+    if len(found) != 1 or len(calls) != 1:
+        targets = ", ".join(op.attributes["call_target_name"].value for op in calls)
+        raise Unsupported("lowering", f"JAX {jax.__version__} emitted calls to [{targets}] instead of one to {TARGET}")
+    return found[0].attributes["mhlo.backend_config"]
+
+
+def _operations(parent: Any) -> Iterator[Any]:
+    for region in parent.regions:
+        for block in region:
+            for op in block:
+                yield op.operation
+                yield from _operations(op.operation)
+
+
+def _text(bytecode: bytes) -> str:
+    context = ir.Context()
+    dialect.register_dialect(context)
+    return str(ir.Module.parse(bytecode, context))

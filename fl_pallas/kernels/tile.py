@@ -1,0 +1,456 @@
+"""Expressions on tiles: what one program of a kernel computes, as jax operations.
+
+A tile is a jax array with one dimension per axis that is wider than one index, in a fixed order:
+rows, loop axes, head dimensions, features. An axis taken one index at a time leaves no dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import triton as plgpu
+
+from ..errors import ScheduleError
+from ..schedule.dtype import is_float
+from ..schedule.expr import Axis, Const, Expr, Index, Load, Op, Reduce, Ref, children, free_axes, loads, ref_names
+from ..schedule.inner import Product, as_product, covering_tile, is_sequential
+from ..schedule.integer import bounds, from_linear, linear
+from .pointwise import POINTWISE
+
+JNP = {
+    "f32": jnp.float32, "f64": jnp.float64, "bf16": jnp.bfloat16, "f16": jnp.float16, "i8": jnp.int8,
+    "i16": jnp.int16, "i32": jnp.int32, "i64": jnp.int64, "u8": jnp.uint8, "bool": jnp.bool_,
+}  # fmt: skip
+IDENTITY = {"sum": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf, "any": False, "all": True}
+UNROLL = 8
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Tile:
+    """An array over `axes`, one dimension each."""
+
+    array: Array
+    axes: tuple[Axis, ...]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor a kernel reads or writes, as a flat reference.
+
+    Attributes:
+      ref: Pallas reference to a 1-D array.
+      shape, strides: of the tensor, in elements.
+      offset: element of `ref` at index 0.
+      dtype: PyTorch's type (bool is stored as u8).
+    """
+
+    ref: object
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: str
+
+
+@dataclass
+class Scope:
+    """Values known at one nesting depth.
+
+    Attributes:
+      starts: the first indices of the axes bound here.
+      sides: widths of their tiles.
+      refs: references that have a value here.
+      whole: axes whose current tile is known to lie inside of them.
+    """
+
+    starts: dict[Axis, Array]
+    sides: dict[Axis, int]
+    refs: dict[str, Tile]
+    whole: frozenset[Axis] = frozenset()
+    memo: dict[object, Tile] = field(default_factory=dict)
+
+    def binds(self, e: Expr) -> bool:
+        """Whether the value of `e` may differ from iteration to iteration of this scope."""
+        return bool(free_axes(e) & self.starts.keys() or ref_names(e) & self.refs.keys())
+
+
+class Evaluator:
+    """Evaluates expressions inside one program of a kernel.
+
+    Args:
+      operands: by name.
+      order: grid and loop axes, in the order of a tile's dimensions; features go last.
+      features: parallel axes taken whole.
+      compute: the floating type of the region.
+      precision: jax precision of float32 matrix products.
+      interpret: whether Pallas's interpreter runs it, which has no GPU instructions.
+    """
+
+    def __init__(
+        self,
+        operands: dict[str, Operand],
+        order: tuple[Axis, ...],
+        features: tuple[Axis, ...],
+        compute: str,
+        precision: Any,
+        interpret: bool,
+    ):
+        self.operands, self.order, self.features = operands, order, features
+        self.compute, self.precision, self.interpret = compute, precision, interpret
+        self.scopes: list[Scope] = []
+
+    # --- scopes ---------------------------------------------------------------------------------
+
+    def push(self, starts: dict[Axis, Array], sides: dict[Axis, int]) -> Scope:
+        self.scopes.append(Scope(starts, sides, {}))
+        return self.scopes[-1]
+
+    def pop(self) -> None:
+        self.scopes.pop()
+
+    def side(self, axis: Axis) -> int:
+        """Width of the current tile along `axis`."""
+        if axis.extent == 1:
+            return 1
+        for s in reversed(self.scopes):
+            if axis in s.sides:
+                return s.sides[axis]
+        return covering_tile(axis)
+
+    def start(self, axis: Axis) -> Array | None:
+        for s in reversed(self.scopes):
+            if axis in s.starts:
+                return s.starts[axis]
+        return None
+
+    def wide(self, axes: Iterable[Axis]) -> frozenset[Axis]:
+        return frozenset(a for a in axes if self.side(a) > 1)
+
+    def sorted_axes(self, axes: Iterable[Axis]) -> tuple[Axis, ...]:
+        """The wide ones of `axes`, in the order of a tile's dimensions."""
+
+        def key(a: Axis) -> tuple[int, int, str]:
+            if a in self.features:
+                return 2, self.features.index(a), ""
+            return (0, self.order.index(a), "") if a in self.order else (1, 0, a.name)
+
+        return tuple(sorted(self.wide(axes), key=key))
+
+    def hoist(self, exprs: Iterable[Expr], loop: Scope) -> None:
+        """Evaluate what `exprs` share with the world outside of `loop`, before it starts."""
+        seen: set[Expr] = set()
+
+        def visit(e: Expr) -> None:
+            if e in seen or isinstance(e, (Const, Index)):
+                return
+            seen.add(e)
+            if not loop.binds(e):
+                if isinstance(e, Load):
+                    self._raw(e)
+                elif not _inside_reduction(e, loop):
+                    self.eval(e)
+                return
+            for c in children(e):
+                visit(c)
+
+        for e in exprs:
+            visit(e)
+
+    # --- evaluation -----------------------------------------------------------------------------
+
+    def eval(self, e: Expr) -> Tile:
+        """`e` over its wide free axes."""
+        return self._memo(e, e, lambda: self._eval(e))
+
+    def _memo(self, key: object, e: Expr, make: Callable[[], Tile]) -> Tile:
+        for s in reversed(self.scopes):
+            if key in s.memo:
+                return s.memo[key]
+            if s.binds(e):
+                break
+        tile = make()
+        self.scopes[-1].memo[key] = tile
+        return tile
+
+    def _eval(self, e: Expr) -> Tile:
+        if isinstance(e, Const):
+            return Tile(jnp.asarray(e.value, self._type(e)), ())
+        if isinstance(e, Index):
+            return self._index(e.axis)
+        if isinstance(e, Ref):
+            return self._ref(e.name)
+        if isinstance(e, Load):
+            raw = self._raw(e)
+            return Tile(self._widened(raw.array, e.dtype), raw.axes)
+        if isinstance(e, Reduce):
+            return self._reduce(e)
+        return self._op(e)
+
+    def _ref(self, name: str) -> Tile:
+        for s in reversed(self.scopes):
+            if name in s.refs:
+                return s.refs[name]
+        raise ScheduleError(f"reference {name} has no value here")
+
+    def _type(self, e: Expr) -> Any:
+        if is_float(e.dtype):
+            return JNP[self.compute]
+        if e.dtype == "bool":
+            return jnp.bool_
+        span = bounds(e)
+        return jnp.int32 if span is not None and -(2**31) <= span[0] and span[1] < 2**31 else jnp.int64
+
+    def _widened(self, x: Array, dtype: str) -> Array:
+        if is_float(dtype):
+            return x.astype(JNP[self.compute])
+        if dtype == "bool":
+            return x != 0
+        return x.astype(jnp.int64 if dtype == "i64" else jnp.int32)
+
+    def _index(self, axis: Axis) -> Tile:
+        start = self.start(axis)
+        side = self.side(axis)
+        if side == 1:
+            return Tile(jnp.int32(0) if start is None else start, ())
+        along = lax.iota(jnp.int32, side)
+        return Tile(along if start is None else along + start, (axis,))
+
+    def _op(self, e: Op) -> Tile:
+        args = [self.eval(a) for a in e.args]
+        axes = self.sorted_axes({a for t in args for a in t.axes})
+        arrays = [self.spread(t, axes) for t in args]
+        if e.name == "cast":
+            return Tile(arrays[0].astype(self._type(e)), axes)
+        first = 1 if e.name == "select" else 0
+        kind = jnp.result_type(*(a.dtype for a in arrays[first:]))
+        if not is_float(e.dtype) and e.dtype != "bool" and e.name != "select":
+            kind = jnp.promote_types(kind, self._type(e))
+        arrays[first:] = [a.astype(kind) for a in arrays[first:]]
+        if e.name == "tanh" and e.dtype == "bf16" and not self.interpret:
+            # One instruction, and four times as accurate as the bfloat16 that PyTorch would round to.
+            return Tile(plgpu.approx_tanh(arrays[0]), axes)
+        return Tile(POINTWISE[e.name](*arrays), axes)
+
+    def spread(self, t: Tile, axes: tuple[Axis, ...]) -> Array:
+        """`t` broadcast to the dimensions `axes` (a superset of its own)."""
+        shape = tuple(self.side(a) for a in axes)
+        if t.axes == axes and t.array.shape == shape:
+            return t.array
+        return lax.broadcast_in_dim(t.array, shape, tuple(axes.index(a) for a in t.axes))
+
+    # --- memory ---------------------------------------------------------------------------------
+
+    def _raw(self, e: Load) -> Tile:
+        """A load in its stored type, 0 outside of the tensor and of the axes' extents."""
+        return self._memo(("raw", e), e, lambda: self._load(e))
+
+    def _load(self, e: Load) -> Tile:
+        operand = self.operands[e.source]
+        axes = self.sorted_axes(free_axes(e))
+        offset, inside = self.address(operand, e.index, axes)
+        reference = operand.ref.at[offset]  # type: ignore[attr-defined]
+        if inside is None:
+            return Tile(plgpu.load(reference), axes)
+        zero = jnp.zeros((), JNP["u8" if operand.dtype == "bool" else operand.dtype])
+        return Tile(plgpu.load(reference, mask=inside, other=zero), axes)
+
+    def address(self, operand: Operand, idx: tuple[Expr, ...], axes: tuple[Axis, ...]) -> tuple[Array, Array | None]:
+        """Flat offsets over `axes`, and where they are inside of the tensor (None: everywhere)."""
+        span = operand.offset + sum(max(0, (n - 1) * s) for n, s in zip(operand.shape, operand.strides, strict=True))
+        kind = jnp.int64 if span >= 2**31 else jnp.int32
+        checks: list[Tile] = [m for a in axes if (m := self.within(a)) is not None]
+        terms: dict[Expr, int] = {}
+        constant = operand.offset
+        for i, n, stride in zip(idx, operand.shape, operand.strides, strict=True):
+            limits = bounds(i)
+            if limits is None or limits[0] < 0 or limits[1] >= n:
+                tile = self.eval(i)
+                checks.append(Tile((tile.array >= 0) & (tile.array < n), tile.axes))
+            parts, c = linear(i)
+            constant += c * stride
+            for term, k in parts.items():
+                terms[term] = terms.get(term, 0) + k * stride
+        # Rejoined, so that an axis cut by a view and put together by strides is seen to be contiguous.
+        terms, constant = linear(from_linear(({t: k for t, k in terms.items() if k}, constant), "i64"))
+        offset: Array = jnp.asarray(constant, kind)
+        # Scalars first, so that a program's base address is computed once.
+        tiles = [(self.eval(t), k) for t, k in terms.items()]
+        for tile, k in sorted(tiles, key=lambda p: len(p[0].axes)):
+            step = tile.array.astype(kind) * jnp.asarray(k, kind)
+            offset = offset + step if not tile.axes else self._added(offset, Tile(step, tile.axes), axes)
+        shape = tuple(self.side(a) for a in axes)
+        if offset.shape != shape:
+            offset = jnp.broadcast_to(offset, shape)
+        inside: Array | None = None
+        for check in checks:
+            spread = self.spread(check, axes)
+            inside = spread if inside is None else inside & spread
+        return offset, inside
+
+    def _added(self, offset: Array, step: Tile, axes: tuple[Axis, ...]) -> Array:
+        shape = tuple(self.side(a) for a in axes)
+        whole = offset if offset.shape == shape else jnp.broadcast_to(offset, shape)
+        return whole + self.spread(step, axes)
+
+    def within(self, axis: Axis) -> Tile | None:
+        """Which indices of the current tile lie inside of the axis; None if all do."""
+        side = self.side(axis)
+        if axis.extent % side == 0 or any(axis in s.whole for s in self.scopes):
+            return None
+        here = self._index(axis)
+        return Tile(here.array < axis.extent, here.axes)
+
+    # --- reductions -----------------------------------------------------------------------------
+
+    def _reduce(self, r: Reduce) -> Tile:
+        wide = self.wide(free_axes(r.body) | {r.axis})
+        if is_sequential(r, wide):
+            return self._sequential(r)
+        return self.reduce_tile(r.kind, r.body, r.axis, r.dtype)
+
+    def reduce_tile(self, kind: str, body: Expr, axis: Axis, dtype: str, keep_nan: bool = True) -> Tile:
+        """The reduction of `body` over the current tile of `axis`; any and all give 0 or 1 as int32.
+
+        keep_nan: whether max and min must give NaN where they meet one, as PyTorch's do; the Triton
+        lowering's do not by themselves.
+        """
+        if kind == "sum" and is_float(body.dtype):
+            product = as_product(body, axis, self.wide(free_axes(body)))
+            if product is not None:
+                return self.matmul(product, axis, dtype)
+        axes = self.sorted_axes(free_axes(body) | {axis})
+        x = self.spread(self.eval(body), axes)
+        if kind in ("any", "all"):
+            x = x.astype(jnp.int32)
+        inside = self.within(axis)
+        if inside is not None:
+            identity = jnp.full(x.shape, identity_of(kind, x.dtype))
+            x = jnp.where(self.spread(inside, axes), x, identity)
+        at = axes.index(axis) if axis in axes else None
+        rest = tuple(a for a in axes if a != axis)
+        if at is None:
+            return Tile(x, rest)
+        out = REDUCE[kind](x, at)
+        if keep_nan and kind in ("max", "min") and jnp.issubdtype(x.dtype, jnp.floating):
+            found = jnp.max((x != x).astype(jnp.int32), axis=at) > 0
+            out = jnp.where(found, jnp.full_like(out, jnp.nan), out)
+        return Tile(out, rest)
+
+    def matmul(self, p: Product, axis: Axis, dtype: str) -> Tile:
+        """A sum of products as a matrix product of 2-D tiles."""
+        left, right = (self._side(side, axis, dtype) for side in (p.left, p.right))
+        rows = tuple(a for a in left.axes if a != axis)
+        columns = tuple(a for a in right.axes if a != axis)
+        contract = right.axes.index(axis) if len(right.axes) == 2 else 0
+        a = self._matrix(left, (*rows, axis), len(rows))
+        b = self._matrix(right, right.axes if len(right.axes) == 2 else (axis, *columns), 1)
+        out = lax.dot_general(
+            a,
+            b,
+            (((1,), (contract,)), ((), ())),
+            precision=self.precision if a.dtype == jnp.float32 else None,
+            preferred_element_type=JNP[self.compute],
+        )
+        shape = tuple(self.side(x) for x in (*rows, *columns))
+        axes = self.sorted_axes((*rows, *columns))
+        tile = self._transposed(Tile(out.reshape(shape) if out.shape != shape else out, (*rows, *columns)), axes)
+        for f in p.scale:
+            t = self.eval(f)
+            union = self.sorted_axes({*tile.axes, *t.axes})
+            tile = Tile(self.spread(tile, union) * self.spread(t, union), union)
+        return tile
+
+    def _side(self, side: tuple[Expr, ...], axis: Axis, dtype: str) -> Tile:
+        """One side of a matrix product, 0 beyond the end of `axis`, in the type it is multiplied in."""
+        narrow = JNP[dtype] if dtype in ("bf16", "f16") else JNP[self.compute]
+        if len(side) == 1 and isinstance(side[0], Load) and is_float(side[0].dtype):
+            raw = self._raw(side[0])
+            return Tile(raw.array.astype(narrow), raw.axes)
+        tiles = [self.eval(f) for f in side]
+        axes = self.sorted_axes({a for t in tiles for a in t.axes})
+        x = self.spread(tiles[0], axes)
+        for t in tiles[1:]:
+            x = x * self.spread(t, axes)
+        inside = self.within(axis)
+        if inside is not None:
+            x = jnp.where(self.spread(inside, axes), x, jnp.zeros_like(x))
+        return Tile(x.astype(narrow), axes)
+
+    def _matrix(self, t: Tile, axes: tuple[Axis, ...], split: int) -> Array:
+        x = self._transposed(t, axes).array
+        sides = [self.side(a) for a in axes]
+        shape = (math.prod(sides[:split]), math.prod(sides[split:]))
+        return x.reshape(shape) if x.shape != shape else x
+
+    def _transposed(self, t: Tile, axes: tuple[Axis, ...]) -> Tile:
+        if t.axes == axes:
+            return t
+        return Tile(lax.transpose(t.array, tuple(t.axes.index(a) for a in axes)), axes)
+
+    def _sequential(self, r: Reduce) -> Tile:
+        """One index (or, for a long matrix product, one chunk) of the reduced axis at a time."""
+        wide = self.wide(free_axes(r.body) | {r.axis})
+        product = r.kind == "sum" and as_product(r.body, r.axis, wide) is not None
+        side = CHUNK if product else 1
+        axes = self.sorted_axes(free_axes(r))
+        steps = -(-r.axis.extent // side)
+        shape = tuple(self.side(a) for a in axes)
+        held = jnp.int32 if r.kind in ("any", "all") else self._type(r)
+        total = jnp.full(shape, identity_of(r.kind, held))
+        probe = self.push({r.axis: jnp.int32(0)}, {r.axis: side})
+        self.pop()
+        self.hoist([r.body], probe)
+
+        def step(n: Array | int, total: Array) -> Array:
+            self.push({r.axis: jnp.asarray(n, jnp.int32) * side}, {r.axis: side})
+            if side == 1:
+                t = self.eval(r.body)
+                x = self.spread(t, axes).astype(held)
+            else:
+                x = self.spread(self.reduce_tile(r.kind, r.body, r.axis, r.dtype), axes).astype(held)
+            self.pop()
+            return COMBINE[r.kind](total, x)
+
+        if steps <= UNROLL:
+            for n in range(steps):
+                total = step(n, total)
+        else:
+            total = lax.fori_loop(0, steps, step, total)
+        return Tile(total != 0 if r.kind in ("any", "all") else total, axes)
+
+
+def _inside_reduction(e: Expr, loop: Scope) -> bool:
+    """Integer address arithmetic is left where it is used."""
+    return isinstance(e, Op) and not is_float(e.dtype) and not loads(e)
+
+
+def identity_of(kind: str, dtype: Any) -> Array:
+    """The identity of a reduction in a jax type."""
+    value = IDENTITY[kind]
+    if isinstance(value, float) and math.isinf(value) and not jnp.issubdtype(dtype, jnp.floating):
+        info = jnp.iinfo(dtype)
+        value = info.min if value < 0 else info.max
+    return jnp.asarray(value, dtype)
+
+
+COMBINE: dict[str, Callable[[Array, Array], Array]] = {
+    "sum": lax.add,
+    "prod": lax.mul,
+    "max": POINTWISE["max"],
+    "min": POINTWISE["min"],
+    "any": lax.max,
+    "all": lax.min,
+}
+REDUCE: dict[str, Callable[[Array, int], Array]] = {
+    "sum": lambda x, at: jnp.sum(x, axis=at),
+    "prod": lambda x, at: jnp.prod(x, axis=at),
+    "max": lambda x, at: jnp.max(x, axis=at),
+    "min": lambda x, at: jnp.min(x, axis=at),
+    "any": lambda x, at: jnp.max(x, axis=at),
+    "all": lambda x, at: jnp.min(x, axis=at),
+}

@@ -1,0 +1,324 @@
+"""A KernelPlan as a Pallas function: Triton lowering on NVIDIA GPUs, interpret mode elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from ..errors import Unsupported
+from ..schedule.expr import Axis, Expr, Index, Load, Reduce, free_axes, index, loads, reductions, ref_names, walk
+from ..schedule.inner import as_product
+from ..schedule.integer import from_linear, linear
+from ..schedule.plan import Accumulator, KernelPlan, Loop, Step
+from .pointwise import POINTWISE
+from .tile import COMBINE, JNP, Evaluator, Operand, Scope, Tile, identity_of
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """How a tensor lies in its flat array: sizes and strides in elements, offset of its first element."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    dtype: str
+
+    @property
+    def stored(self) -> object:
+        """The jax type of the flat array (bool is kept as u8)."""
+        return JNP["u8" if self.dtype == "bool" else self.dtype]
+
+    @property
+    def span(self) -> int:
+        """Length of the flat array."""
+        return self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+
+
+def contiguous(shape: tuple[int, ...], dtype: str) -> TensorSpec:
+    """The spec of a freshly allocated tensor."""
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return TensorSpec(shape, strides, 0, dtype)
+
+
+def operand_names(plan: KernelPlan) -> tuple[str, ...]:
+    """Names of the tensors a kernel reads, in the order its function takes them."""
+    return tuple(dict.fromkeys(n.source for e in expressions(plan) for n in loads(e)))
+
+
+def expressions(plan: KernelPlan) -> list[Expr]:
+    """Every expression of a plan."""
+    out: list[Expr] = []
+    for loop in plan.loops:
+        out += [e for e in (loop.lower, loop.upper) if e is not None]
+        if loop.interior is not None:
+            out += [e for e in (loop.interior.lower, loop.interior.upper) if e is not None]
+        out += [e for s in loop.steps for e in _step_expressions(s)]
+    return out + [s.expr for s in plan.stores]
+
+
+def _step_expressions(step: Step) -> list[Expr]:
+    if isinstance(step, Accumulator):
+        return [step.update] + ([step.correct] if step.correct is not None else [])
+    return [step.value]
+
+
+def scattered(plan: KernelPlan, specs: Sequence[TensorSpec]) -> frozenset[str]:
+    """Names of the 16-bit operands whose head dimension does not lie contiguously in memory.
+
+    Triton 3.6 multiplies such tiles wrongly on Hopper, or reads outside of shared memory, for some sizes
+    (compute-sanitizer shows it; benchmarks/probe_transposed.py finds it): they are copied first.
+    """
+    held = dict(zip(operand_names(plan), specs, strict=True))
+    tiled = frozenset(a for a, n in plan.choices.tiles if n > 1)
+    sums = [s for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator) and s.kind == "sum"]
+    products: list[tuple[Expr, frozenset[Axis]]] = [(s.update, frozenset(plan.features)) for s in sums]
+    for r in {n for e in expressions(plan) for n in reductions(e) if n.kind == "sum"}:
+        if as_product(r.body, r.axis, tiled | {r.axis}) is not None:
+            products.append((r.body, frozenset((r.axis,))))
+    found = set()
+    for body, axes in products:
+        for node in (n for n in loads(body) if n.dtype in ("bf16", "f16")):
+            along = [_step(node, axis, held[node.source].strides) for axis in free_axes(node) & axes]
+            if along and 1 not in along:
+                found.add(node.source)
+    return frozenset(found)
+
+
+def _step(node: Load, axis: Axis, strides: Sequence[int]) -> int | None:
+    """Elements between neighbours along `axis` in a load; None if they are not evenly spaced."""
+    total: dict[Expr, int] = {}
+    for i, stride in zip(node.index, strides, strict=True):
+        for term, k in linear(i)[0].items():
+            total[term] = total.get(term, 0) + k * stride
+    terms, _ = linear(from_linear(({t: k for t, k in total.items() if k}, 0), "i64"))
+    along = [t for t in terms if axis in free_axes(t)]
+    return terms[along[0]] if len(along) == 1 and isinstance(along[0], Index) else None
+
+
+def check_supported(plan: KernelPlan, interpret: bool) -> None:
+    """Refuse what this realisation cannot express.
+
+    Raises: Unsupported.
+    """
+    for e in expressions(plan):
+        for n in walk(e):
+            name = getattr(n, "name", "cast")
+            if type(n).__name__ == "Op" and name != "cast" and name not in POINTWISE:
+                raise Unsupported(name, "no tile operation computes it")
+            if not interpret and n.dtype == "f64" and free_axes(n):
+                raise Unsupported("float64", "kernels compute in float32 on the GPU; float64 runs in PyTorch")
+            if not interpret and isinstance(n, Reduce) and n.kind == "prod":
+                raise Unsupported("prod", "the Triton lowering has no product reduction")
+    for loop in plan.loops:
+        for s in loop.steps:
+            if isinstance(s, Accumulator) and s.kind == "prod" and not interpret:
+                raise Unsupported("prod", "the Triton lowering has no product reduction")
+
+
+def pallas_function(
+    plan: KernelPlan, specs: Sequence[TensorSpec], precision: object, interpret: bool
+) -> Callable[..., list[Array]]:
+    """The function of a plan: flat operand arrays → flat output arrays.
+
+    Args:
+      plan: what to compute.
+      specs: the operands, in the order of `operand_names(plan)`.
+      precision: jax precision (or DotAlgorithmPreset) of float32 matrix products.
+      interpret: run on any device, by Pallas's interpreter.
+
+    Raises: Unsupported.
+    """
+    check_supported(plan, interpret)
+    names = operand_names(plan)
+    outputs = [contiguous(tuple(a.extent for a in s.axes), s.dtype) for s in plan.stores]
+
+    def kernel(*refs: object) -> None:
+        operands = {
+            n: Operand(r, s.shape, s.strides, s.offset, s.dtype)
+            for n, r, s in zip(names, refs[: len(names)], specs, strict=True)
+        }
+        results = [
+            Operand(r, s.shape, s.strides, s.offset, s.dtype) for r, s in zip(refs[len(names) :], outputs, strict=True)
+        ]
+        _Program(plan, operands, results, precision, interpret).run()
+
+    kernel.__name__ = plan.name
+    return pl.pallas_call(  # type: ignore[return-value]
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct((math.prod(s.shape),), s.stored) for s in outputs],
+        grid=(grid_size(plan),),
+        interpret=interpret,
+        compiler_params=None
+        if interpret
+        else plgpu.CompilerParams(num_warps=plan.choices.warps, num_stages=plan.choices.stages),
+        name=plan.name,
+    )
+
+
+def grid_size(plan: KernelPlan) -> int:
+    """Number of programs of a plan."""
+    return math.prod(_programs(plan, a) for a in plan.grid)
+
+
+def _grows(plan: KernelPlan, axis: Axis) -> bool:
+    """Whether some loop ends later the further a tile lies along `axis`, and none begins later."""
+    ends = [f"{axis.name}.last", f"{axis.name}.first"]
+    upper = any(loop.upper is not None and ref_names(loop.upper) & set(ends) for loop in plan.loops)
+    lower = any(loop.lower is not None and ref_names(loop.lower) & set(ends) for loop in plan.loops)
+    return upper and not lower
+
+
+def _programs(plan: KernelPlan, axis: Axis) -> int:
+    return -(-axis.extent // (plan.choices.tile(axis) or 1))
+
+
+class _Program:
+    """One program of a kernel, traced once for all."""
+
+    def __init__(
+        self,
+        plan: KernelPlan,
+        operands: dict[str, Operand],
+        results: list[Operand],
+        precision: object,
+        interpret: bool,
+    ):
+        self.plan, self.results = plan, results
+        steps = [s for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)]
+        self.references = frozenset(
+            n.removesuffix(".old") for s in steps if s.correct is not None for n in ref_names(s.correct)
+        )
+        order = (*(a for a in plan.grid if a not in plan.features), *(loop.axis for loop in plan.loops))
+        self.ev = Evaluator(operands, order, plan.features, plan.compute, precision, interpret)
+
+    def run(self) -> None:
+        outer = self._enter_grid()
+        for loop in self.plan.loops:
+            self._loop(loop, outer)
+        for store, result in zip(self.plan.stores, self.results, strict=True):
+            axes = self.ev.sorted_axes(store.axes)
+            value = self.ev.spread(self.ev.eval(store.expr), axes)
+            offset, inside = self.ev.address(result, tuple(index(a) for a in store.axes), axes)
+            stored = JNP["u8" if result.dtype == "bool" else result.dtype]
+            plgpu.store(result.ref.at[offset], value.astype(stored), mask=inside)  # type: ignore[attr-defined]
+
+    def _enter_grid(self) -> Scope:
+        """Bind the grid axes: the last grid axis runs fastest, except that tiles of one row follow each other."""
+        plan = self.plan
+        rest = pl.program_id(0)
+        order = sorted(plan.grid, key=lambda a: (plan.choices.tile(a) or 1) > 1)
+        starts: dict[Axis, Array] = {}
+        sides: dict[Axis, int] = {}
+        for axis in reversed(order):
+            side, count = plan.choices.tile(axis) or 1, _programs(plan, axis)
+            sides[axis] = side
+            if count > 1:
+                at = lax.rem(rest, jnp.int32(count))
+                if _grows(plan, axis):
+                    # Programs with the longest loops go first.
+                    at = jnp.int32(count - 1) - at
+                starts[axis] = at * jnp.int32(side)
+                rest = lax.div(rest, jnp.int32(count))
+        scope = self.ev.push(starts, sides)
+        for axis, side in sides.items():
+            if side > 1:
+                first = starts.get(axis, jnp.int32(0))
+                last = jnp.minimum(first + jnp.int32(side - 1), jnp.int32(axis.extent - 1))
+                scope.refs[f"{axis.name}.first"] = Tile(first, ())  # type: ignore
+                scope.refs[f"{axis.name}.last"] = Tile(last, ())
+        return scope
+
+    def _loop(self, loop: Loop, outer: Scope) -> None:
+        """Run a loop: masked tiles, then those that need no mask, then masked ones again."""
+        ev, side = self.ev, self.plan.choices.tile(loop.axis) or 1
+        names = [n for s in loop.steps for n in (s.name, f"{s.name}.old")]
+        probe = Scope({loop.axis: jnp.int32(0)}, {loop.axis: side}, dict.fromkeys(names))  # type: ignore[arg-type]
+        ev.hoist((e for s in loop.steps for e in _step_expressions(s)), probe)
+
+        def run(steps: tuple[Step, ...], whole: bool, first: Array, last: Array, carry: tuple) -> tuple:
+            def body(n: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+                scope = ev.push({loop.axis: n * jnp.int32(side)}, {loop.axis: side})
+                scope.refs.update(dict.fromkeys(names))  # type: ignore[arg-type]
+                scope.whole = frozenset((loop.axis,)) if whole else frozenset()
+                new = tuple(self._step(s, old, loop.axis, scope) for s, old in zip(steps, carry, strict=True))
+                ev.pop()
+                return new
+
+            return lax.fori_loop(first, last, body, carry)
+
+        carry = tuple(self._initial(s) for s in loop.steps)
+        first, last = self._bounds(loop, side)
+        ragged = loop.axis.extent % side != 0
+        if loop.interior is None and (not ragged or loop.axis.extent < side):
+            carry = run(loop.steps, not ragged, first, last, carry)
+        else:
+            start, stop = self._interior(loop, side, first, last)
+            if loop.interior is not None and loop.interior.lower is not None:
+                carry = run(loop.steps, False, first, start, carry)
+            carry = run(loop.interior.steps if loop.interior else loop.steps, True, start, stop, carry)
+            carry = run(loop.steps, False, stop, last, carry)
+        for s, x in zip(loop.steps, carry, strict=True):
+            outer.refs[s.name] = self._tile(s, x)
+
+    def _interior(self, loop: Loop, side: int, first: Array, last: Array) -> tuple[Array, Array]:
+        """First tile that lies inside of the axis and of the loop's interior whole, and one past the last."""
+        start, stop = first, jnp.int32(loop.axis.extent // side)
+        if loop.interior is not None and loop.interior.lower is not None:
+            start = lax.div(self._clipped(loop.interior.lower, loop) + jnp.int32(side - 1), jnp.int32(side))
+        if loop.interior is not None and loop.interior.upper is not None:
+            stop = lax.div(self._clipped(loop.interior.upper, loop), jnp.int32(side))
+        start = jnp.minimum(jnp.maximum(start, first), jnp.maximum(first, last))
+        return start, jnp.maximum(jnp.minimum(stop, last), start)
+
+    def _clipped(self, bound: Expr, loop: Loop) -> Array:
+        return jnp.clip(self.ev.eval(bound).array, 0, loop.axis.extent).astype(jnp.int32)
+
+    def _bounds(self, loop: Loop, side: int) -> tuple[Array, Array]:
+        """First tile of the loop that can contribute, and one past the last."""
+        extent = loop.axis.extent
+        first, last = jnp.int32(0), jnp.int32(-(-extent // side))
+        if loop.lower is not None:
+            first = lax.div(self._clipped(loop.lower, loop), jnp.int32(side))
+        if loop.upper is not None:
+            last = lax.div(self._clipped(loop.upper, loop) + jnp.int32(side - 1), jnp.int32(side))
+        return first, last
+
+    def _step(self, step: Step, old: Array, axis: Axis, scope: Scope) -> Array:
+        ev = self.ev
+        scope.refs[f"{step.name}.old"] = self._tile(step, old)
+        axes = ev.sorted_axes(step.axes)
+        if isinstance(step, Accumulator):
+            # The sums taken about a maximum turn NaN by themselves; the maximum need not.
+            part = ev.reduce_tile(step.kind, step.update, axis, step.dtype, step.name not in self.references)
+            part = ev.spread(part, axes).astype(old.dtype)
+            before = old if step.correct is None else ev.spread(ev.eval(step.correct), axes)
+            new = COMBINE[step.kind](before, part)
+        else:
+            value = ev.spread(ev.eval(step.value), axes)
+            new = jnp.where(jnp.abs(value) < jnp.inf, value, old)
+        scope.refs[step.name] = self._tile(step, new)
+        return new
+
+    def _initial(self, step: Step) -> Array:
+        shape = tuple(self.ev.side(a) for a in self.ev.sorted_axes(step.axes))
+        if isinstance(step, Accumulator):
+            return jnp.full(shape, identity_of(step.kind, self._held(step)))
+        return jnp.zeros(shape, JNP[self.plan.compute])
+
+    def _held(self, step: Accumulator) -> object:
+        if step.kind in ("any", "all"):
+            return jnp.int32
+        kind = step.update.dtype
+        return JNP[self.plan.compute] if kind in ("f16", "bf16", "f32", "f64") else JNP[kind]
+
+    def _tile(self, step: Step, x: Array) -> Tile:
+        axes = self.ev.sorted_axes(step.axes)
+        logical = isinstance(step, Accumulator) and step.kind in ("any", "all")
+        return Tile(x != 0 if logical else x, axes)

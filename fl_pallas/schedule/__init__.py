@@ -1,0 +1,1 @@
+"""The schedule IR and its passes. Imports neither torch, jax nor triton."""

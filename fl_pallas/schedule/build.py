@@ -1,0 +1,329 @@
+"""Constructors that simplify: the only way the compiler makes Op and Reduce nodes.
+
+Every rule here is exact, NaN and infinity included, so a built expression equals the written one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from . import integer
+from .dtype import is_float, is_int
+from .expr import (
+    Axis,
+    Const,
+    Expr,
+    Index,
+    Load,
+    Op,
+    Reduce,
+    children,
+    const,
+    free_axes,
+    index,
+    load,
+    raw_op,
+    raw_reduce,
+    walk,
+)
+
+COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+}
+NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
+TRUE, FALSE = const(True, "bool"), const(False, "bool")
+_fresh = itertools.count()
+
+
+def op(name: str, *args: Expr, dtype: str) -> Expr:
+    """The pointwise operation `name` on `args`, simplified where that is exact.
+
+    Args:
+      name: add sub mul div neg abs max min pow exp exp2 expm1 log log2 log1p sqrt rsqrt sin cos tan
+        tanh sigmoid erf floor ceil round trunc sign floordiv mod isnan isinf lt le gt ge eq ne and
+        or xor not shl shr select cast. `and`/`or`/`xor`/`not` are bitwise on integers.
+      args: operands, already of the type the operation computes in; `select` takes (condition, then, else).
+      dtype: type of the result.
+    """
+    if name in COMPARISONS:
+        return _compare(name, *args)
+    if is_int(dtype) and name in ("add", "sub", "neg"):
+        return integer.from_linear(integer.linear(raw_op(name, args, dtype)), dtype)
+    rule = _RULES.get(name)
+    out = rule(args, dtype) if rule else None
+    return raw_op(name, args, dtype) if out is None else out
+
+
+def _mul(args: tuple[Expr, ...], dtype: str) -> Expr | None:
+    a, b = args
+    if isinstance(a, Const) and not isinstance(b, Const):
+        a, b = b, a
+    if is_int(dtype) and isinstance(b, Const):
+        return integer.from_linear(integer.linear(raw_op("mul", (a, b), dtype)), dtype)
+    if isinstance(b, Const) and b.value == 1:
+        return a
+    folded = _fold(args, dtype, lambda x, y: x * y)
+    return folded if folded is not None else raw_op("mul", (a, b), dtype)
+
+
+def _fold(args: tuple[Expr, ...], dtype: str, f: Callable[..., float]) -> Expr | None:
+    if not all(isinstance(a, Const) for a in args):
+        return None
+    values = [a.value for a in args if isinstance(a, Const)]
+    try:
+        return const(f(*values), dtype)
+    except (OverflowError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _add(args: tuple[Expr, ...], dtype: str) -> Expr | None:
+    a, b = args
+    if isinstance(a, Const) and a.value == 0:
+        return b
+    if isinstance(b, Const) and b.value == 0:
+        return a
+    return _fold(args, dtype, lambda x, y: x + y)
+
+
+def _sub(args: tuple[Expr, ...], dtype: str) -> Expr | None:
+    if isinstance(args[1], Const) and args[1].value == 0:
+        return args[0]
+    return _fold(args, dtype, lambda x, y: x - y)
+
+
+def _div(args: tuple[Expr, ...], dtype: str) -> Expr | None:
+    if isinstance(args[1], Const) and args[1].value == 1:
+        return args[0]
+    return _fold(args, dtype, lambda x, y: x / y)
+
+
+def _floordiv(args: tuple[Expr, ...], dtype: str) -> Expr | None:
+    a, n = args
+    if is_int(dtype) and isinstance(n, Const) and n.value > 0:
+        return integer.floordiv(a, int(n.value), dtype)
+    return None
+
+
+def _mod(args: tuple[Expr, ...], dtype: str) -> Expr | None:
+    a, n = args
+    if is_int(dtype) and isinstance(n, Const) and n.value > 0:
+        return integer.mod(a, int(n.value), dtype)
+    return None
+
+
+def _compare(name: str, a: Expr, b: Expr) -> Expr:
+    if is_int(a.dtype) and is_int(b.dtype):
+        difference = integer.linear(raw_op("sub", (a, b), "i64"))
+        span = integer.linear_bounds(difference)
+        if span is not None:
+            outcomes = {COMPARISONS[name](d, 0) for d in _corners(span)}
+            if len(outcomes) == 1 and (
+                name not in ("eq", "ne") or span[0] == span[1] or 0 not in range(span[0], span[1] + 1)
+            ):
+                return const(outcomes.pop(), "bool")
+    folded = _fold((a, b), "bool", COMPARISONS[name])
+    if folded is not None:
+        return folded
+    if isinstance(b, Const) and isinstance(a, Op) and a.name == "select":
+        _, then, other = a.args
+        if isinstance(then, Const) and isinstance(other, Const):
+            return select(a.args[0], _compare(name, then, b), _compare(name, other, b))
+    return raw_op(name, (a, b), "bool")
+
+
+def _corners(span: tuple[int, int]) -> tuple[int, int]:
+    return span
+
+
+def select(condition: Expr, then: Expr, other: Expr) -> Expr:
+    """`then` where `condition`, else `other`."""
+    if isinstance(condition, Const):
+        return then if condition.value else other
+    if then is other:
+        return then
+    if isinstance(condition, Op) and condition.name == "not":
+        return select(condition.args[0], other, then)
+    if isinstance(then, Op) and then.name == "select" and then.args[0] is condition:
+        then = then.args[1]
+    if isinstance(other, Op) and other.name == "select" and other.args[0] is condition:
+        other = other.args[2]
+    if then.dtype == "bool":
+        if then is TRUE and other is FALSE:
+            return condition
+        if then is FALSE and other is TRUE:
+            return negate(condition)
+    return raw_op("select", (condition, then, other), then.dtype)
+
+
+def negate(condition: Expr) -> Expr:
+    """The logical negation of a bool expression."""
+    if isinstance(condition, Const):
+        return const(not condition.value, "bool")
+    if isinstance(condition, Op):
+        if condition.name == "not":
+            return condition.args[0]
+        if condition.name in NEGATED and is_int(condition.args[0].dtype):
+            return _compare(NEGATED[condition.name], *condition.args)
+    return raw_op("not", (condition,), "bool")
+
+
+def _not(args: tuple[Expr, ...], dtype: str) -> Expr | None:
+    return negate(args[0]) if dtype == "bool" else None
+
+
+def _and(args: tuple[Expr, ...], dtype: str) -> Expr | None:
+    return _absorb(args, dtype, neutral=True)
+
+
+def _or(args: tuple[Expr, ...], dtype: str) -> Expr | None:
+    return _absorb(args, dtype, neutral=False)
+
+
+def _absorb(args: tuple[Expr, ...], dtype: str, neutral: bool) -> Expr | None:
+    a, b = args
+    if dtype != "bool":
+        return None
+    for x, y in ((a, b), (b, a)):
+        if isinstance(x, Const):
+            return y if bool(x.value) is neutral else x
+    return a if a is b else None
+
+
+def cast(e: Expr, dtype: str) -> Expr:
+    """`e` as `dtype`. Between floating types no node is made: regions compute in one floating type."""
+    if e.dtype == dtype or (is_float(e.dtype) and is_float(dtype)):
+        return e
+    if isinstance(e, Const):
+        return const(_converted(e.value, dtype), dtype)
+    if e.dtype == "bool":
+        return select(e, const(_converted(1, dtype), dtype), const(_converted(0, dtype), dtype))
+    if dtype == "bool":
+        return op("ne", e, const(_converted(0, e.dtype), e.dtype), dtype="bool")
+    if is_int(e.dtype) and is_int(dtype) and _fits(e, dtype):
+        return e
+    return raw_op("cast", (e,), dtype)
+
+
+def _fits(e: Expr, dtype: str) -> bool:
+    span = integer.bounds(e)
+    bits = {"i8": 7, "u8": 8, "i16": 15, "i32": 31, "i64": 63}[dtype]
+    low = 0 if dtype == "u8" else -(1 << bits)
+    return dtype == "i64" or (span is not None and low <= span[0] and span[1] < 1 << bits)
+
+
+def _converted(value: bool | int | float, dtype: str) -> bool | int | float:
+    if dtype == "bool":
+        return bool(value)
+    if is_float(dtype):
+        return float(value)
+    return int(value) if math.isfinite(value) else 0
+
+
+_RULES: dict[str, Callable[[tuple[Expr, ...], str], Expr | None]] = {
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "div": _div,
+    "neg": lambda args, dtype: _fold(args, dtype, lambda x: -x),
+    "floordiv": _floordiv,
+    "mod": _mod,
+    "select": lambda args, dtype: select(*args),
+    "cast": lambda args, dtype: cast(args[0], dtype),
+    "not": _not,
+    "and": _and,
+    "or": _or,
+    "sqrt": lambda args, dtype: _fold(args, dtype, math.sqrt),
+    "exp": lambda args, dtype: _fold(args, dtype, math.exp),
+}
+
+
+def reduce(kind: str, axis: Axis, body: Expr, dtype: str) -> Expr:
+    """The reduction of `body` over `axis`, bound to a canonical name.
+
+    Args:
+      kind: sum, max, min, prod, any or all. max and min propagate NaN, as PyTorch's do.
+      axis: an axis free in `body`.
+      body: what is reduced.
+      dtype: type of the result. For a sum of products of 16-bit floats, also the type in which the
+        factors are multiplied (the sum itself is kept in float32).
+
+    The bound axis is renamed to the first of r<n>, r<n>', … (n its extent) that is not free in the
+    body, so that equal reductions become one node and reductions of one extent share a loop.
+    """
+    if axis not in free_axes(body):
+        if kind == "sum":
+            count = const(_converted(axis.extent, dtype), dtype)
+            return op("mul", cast(body, dtype), count, dtype=dtype) if axis.extent != 1 else cast(body, dtype)
+        if kind != "prod" or axis.extent == 1:
+            return cast(body, dtype)
+    taken = free_axes(body) - {axis}
+    names = (f"r{axis.extent}" + "'" * k for k in itertools.count())
+    target = next(a for a in (Axis(n, axis.extent) for n in names) if a not in taken)
+    if target != axis:
+        body = substitute(body, {axis: index(target)})
+    return raw_reduce(kind, target, body, dtype)
+
+
+def substitute(e: Expr, mapping: Mapping[Axis, Expr], replace: Mapping[Any, Expr] | None = None) -> Expr:
+    """`e` with free axes replaced by integer expressions and, first of all, nodes by `replace`.
+
+    A node of `replace` is looked up as it stands in `e`, before its own axes are replaced.
+    """
+    return _substitute(e, dict(mapping), dict(replace or {}), {})
+
+
+def _substitute(e: Expr, mapping: dict[Axis, Expr], replace: dict[Expr, Expr], memo: dict[Expr, Expr]) -> Expr:
+    if e in replace:
+        return replace[e]
+    if e in memo:
+        return memo[e]
+    used = free_axes(e) & mapping.keys()
+    if not used and not replace:
+        return e
+    if isinstance(e, Index):
+        out = mapping.get(e.axis, e)
+    elif isinstance(e, Reduce):
+        inner = {a: mapping[a] for a in used if a != e.axis}
+        axis = e.axis
+        if any(axis in free_axes(v) for v in inner.values()):
+            axis = Axis(f"%{next(_fresh)}", axis.extent)
+            inner[e.axis] = index(axis)
+        same = inner == mapping
+        body = _substitute(e.body, inner, replace, memo if same else {})
+        out = e if body is e.body else reduce(e.kind, axis, body, e.dtype)
+    else:
+        args = tuple(_substitute(c, mapping, replace, memo) for c in children(e))
+        if args == children(e):
+            out = e
+        elif isinstance(e, Load):
+            out = load(e.source, args, e.dtype)
+        else:
+            out = op(e.name, *args, dtype=e.dtype)  # type: ignore[union-attr]
+    memo[e] = out
+    return out
+
+
+def rewrite(e: Expr, rule: Callable[[Expr], Expr]) -> Expr:
+    """`e` with `rule` applied to every node, children first; nodes that do not change are kept."""
+    memo: dict[Expr, Expr] = {}
+    for node in walk(e):
+        args = tuple(memo[c] for c in children(node))
+        if args == children(node):
+            out = node
+        elif isinstance(node, Reduce):
+            out = reduce(node.kind, node.axis, args[0], node.dtype)
+        elif isinstance(node, Load):
+            out = load(node.source, args, node.dtype)
+        else:
+            assert isinstance(node, Op)
+            out = op(node.name, *args, dtype=node.dtype)
+        memo[node] = rule(out)
+    return memo[e]

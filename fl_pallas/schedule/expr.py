@@ -1,0 +1,187 @@
+"""Expressions over named axes: the nodes, interned so that equality is identity.
+
+An expression is a pure scalar function of the indices of its free axes. Integer expressions serve
+as indices, masks and bias distances alike; there is no second language for addresses.
+
+Floating types: a node keeps PyTorch's type, but inside a fused region every floating value is held
+in the region's compute type (float32 or float64), so casts between floating types leave no node.
+Only `Reduce.dtype` narrows arithmetic: a sum of products of type bf16 multiplies bf16 operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A named axis with a positive extent. Two axes are the same if name and extent are."""
+
+    name: str
+    extent: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, eq=False)
+class Const:
+    value: bool | int | float
+    dtype: str
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """The index along an axis, 0 to extent - 1 (an iota)."""
+
+    axis: Axis
+    dtype: str = "i64"
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """One element of a value or operand, `index` giving one integer expression per dimension."""
+
+    source: str
+    index: tuple[Expr, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """A pointwise operation; `name` is a row of the tables in `pointwise.py`."""
+
+    name: str
+    args: tuple[Expr, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, eq=False)
+class Reduce:
+    """A reduction of `body` over `axis` (bound here). kind: sum, max, min, prod, any, all."""
+
+    kind: str
+    axis: Axis
+    body: Expr
+    dtype: str
+
+
+@dataclass(frozen=True, eq=False)
+class Ref:
+    """A value held in registers by the plan, one element per index of `axes`: an accumulator or statistic."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    dtype: str
+
+
+Expr = Const | Index | Load | Op | Reduce | Ref
+
+_interned: WeakValueDictionary = WeakValueDictionary()
+
+
+def _intern(cls: type, *fields: object) -> Expr:
+    key = (cls, *((id(f) if isinstance(f, NODE_TYPES) else _key(f)) for f in fields))
+    node = _interned.get(key)
+    if node is None:
+        node = cls(*fields)
+        _interned[key] = node
+    return node
+
+
+def _key(field: object) -> object:
+    if isinstance(field, tuple):
+        return tuple(id(f) if isinstance(f, NODE_TYPES) else f for f in field)
+    # 0, 0.0, -0.0 and False hash alike, and NaN differs from itself: keep the type and the text.
+    return (type(field).__name__, repr(field)) if isinstance(field, (bool, int, float)) else field
+
+
+NODE_TYPES = (Const, Index, Load, Op, Reduce, Ref)
+
+
+def const(value: bool | int | float, dtype: str) -> Expr:
+    return _intern(Const, value, dtype)
+
+
+def index(axis: Axis) -> Expr:
+    """The index along `axis`; the constant 0 when there is only one."""
+    return const(0, "i64") if axis.extent == 1 else _intern(Index, axis, "i64")
+
+
+def load(source: str, idx: tuple[Expr, ...], dtype: str) -> Expr:
+    return _intern(Load, source, tuple(idx), dtype)
+
+
+def raw_op(name: str, args: tuple[Expr, ...], dtype: str) -> Expr:
+    """An Op node as given, with no simplification (see `build.op`)."""
+    return _intern(Op, name, tuple(args), dtype)
+
+
+def raw_reduce(kind: str, axis: Axis, body: Expr, dtype: str) -> Expr:
+    """A Reduce node as given; `axis` must not be bound by an enclosing reduction of the same name."""
+    return _intern(Reduce, kind, axis, body, dtype)
+
+
+def ref(name: str, axes: tuple[Axis, ...], dtype: str) -> Expr:
+    return _intern(Ref, name, tuple(axes), dtype)
+
+
+def children(e: Expr) -> tuple[Expr, ...]:
+    if isinstance(e, Op):
+        return e.args
+    if isinstance(e, Load):
+        return e.index
+    if isinstance(e, Reduce):
+        return (e.body,)
+    return ()
+
+
+def free_axes(e: Expr) -> frozenset[Axis]:
+    """Axes the value of `e` depends on: those used and not bound by a reduction inside `e`."""
+    cached = e.__dict__.get("_free")
+    if cached is None:
+        if isinstance(e, Index):
+            cached = frozenset((e.axis,))
+        elif isinstance(e, Ref):
+            cached = frozenset(e.axes)
+        else:
+            cached = frozenset().union(*(free_axes(c) for c in children(e)))
+            if isinstance(e, Reduce):
+                cached = cached - {e.axis}
+        object.__setattr__(e, "_free", cached)
+    return cached
+
+
+def ref_names(e: Expr) -> frozenset[str]:
+    """Names of the references inside `e`."""
+    cached = e.__dict__.get("_refs")
+    if cached is None:
+        cached = frozenset((e.name,)) if isinstance(e, Ref) else frozenset().union(*map(ref_names, children(e)))
+        object.__setattr__(e, "_refs", cached)
+    return cached
+
+
+def walk(e: Expr) -> Iterator[Expr]:
+    """Every distinct node of `e`, children before parents."""
+    seen: set[int] = set()
+    stack: list[tuple[Expr, bool]] = [(e, False)]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            yield node
+        elif id(node) not in seen:
+            seen.add(id(node))
+            stack.append((node, True))
+            stack.extend((c, False) for c in reversed(children(node)))
+
+
+def reductions(e: Expr) -> list[Reduce]:
+    """Every distinct reduction inside `e`, inner before outer."""
+    return [n for n in walk(e) if isinstance(n, Reduce)]
+
+
+def loads(e: Expr) -> list[Load]:
+    """Every distinct load inside `e`."""
+    return [n for n in walk(e) if isinstance(n, Load)]

@@ -1,0 +1,71 @@
+"""How a reduction is taken on tiles: as a matrix product, whole, or one index at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .expr import Axis, Expr, Op, Reduce, free_axes, reductions
+
+# Largest extent taken whole when the reduction is no matrix product (a vector of registers).
+MAX_WHOLE = 512
+
+
+@dataclass(frozen=True)
+class Product:
+    """A sum over `axis` of left · right · scale: a matrix product where the two sides share no other axis.
+
+    left and right hold the factors that vary along the axis; `scale` those that do not.
+    """
+
+    left: tuple[Expr, ...]
+    right: tuple[Expr, ...]
+    scale: tuple[Expr, ...]
+
+
+def factors(e: Expr) -> list[Expr]:
+    """The factors of a product, in order."""
+    if isinstance(e, Op) and e.name == "mul":
+        return [f for a in e.args for f in factors(a)]
+    return [e]
+
+
+def as_product(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Product | None:
+    """`body` as a matrix product over `axis`, or None.
+
+    The factors that vary along the axis are grouped so that factors sharing a tiled axis stay
+    together; two groups or more make a product. `tiled` are all axes wider than one index.
+    """
+    varying = [f for f in factors(body) if axis in free_axes(f)]
+    scale = tuple(f for f in factors(body) if axis not in free_axes(f))
+    groups: list[tuple[frozenset[Axis], list[Expr]]] = []
+    plain: list[Expr] = []
+    for f in varying:
+        own = (free_axes(f) & tiled) - {axis}
+        if not own:
+            plain.append(f)
+            continue
+        touching = [g for g in groups if g[0] & own]
+        merged = own.union(*(g[0] for g in touching)), [*(x for g in touching for x in g[1]), f]
+        groups = [g for g in groups if g not in touching] + [merged]
+    if len(groups) < 2:
+        return None
+    first, *rest = groups
+    return Product((*first[1], *plain), tuple(f for g in rest for f in g[1]), scale)
+
+
+def is_sequential(r: Reduce, tiled: frozenset[Axis]) -> bool:
+    """Whether an inner reduction is taken one index at a time: no product, and its body is no vector."""
+    if r.kind == "sum" and as_product(r.body, r.axis, tiled | {r.axis}) is not None:
+        return r.axis.extent > MAX_WHOLE
+    others = (free_axes(r.body) & tiled) - {r.axis}
+    return len(others) >= 2 or r.axis.extent > MAX_WHOLE or bool(reductions(r.body))
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def covering_tile(axis: Axis) -> int:
+    """Side of a tile that covers `axis` whole; at least 16, the least side of a matrix product."""
+    return max(16, power_of_two(axis.extent))

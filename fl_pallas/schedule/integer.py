@@ -1,0 +1,149 @@
+"""Integer algebra on index expressions: ranges, and a normal form that undoes views.
+
+Only exact identities over the integers are used; floor division and modulo are Python's.
+"""
+
+from __future__ import annotations
+
+from .expr import Const, Expr, Index, Op, const, raw_op
+
+Bounds = tuple[int, int] | None
+Linear = tuple[dict[Expr, int], int]
+
+
+def bounds(e: Expr) -> Bounds:
+    """Inclusive range of an integer or bool expression over all its axes, or None if unknown."""
+    if isinstance(e, Const):
+        return (int(e.value), int(e.value)) if not isinstance(e.value, float) else None
+    if isinstance(e, Index):
+        return 0, e.axis.extent - 1
+    if not isinstance(e, Op):
+        return None
+    if "_bounds" not in e.__dict__:
+        object.__setattr__(e, "_bounds", _op_bounds(e))
+    return e.__dict__["_bounds"]
+
+
+def _op_bounds(e: Op) -> Bounds:
+    args = [bounds(a) for a in e.args]
+    if e.name == "select":
+        return (min(args[1][0], args[2][0]), max(args[1][1], args[2][1])) if args[1] and args[2] else None
+    if any(a is None for a in args):
+        return (0, 1) if e.dtype == "bool" else None
+    return combine_bounds(e.name, [a for a in args if a is not None], e.dtype)
+
+
+def combine_bounds(name: str, args: list[tuple[int, int]], dtype: str) -> Bounds:
+    """Range of the integer operation `name` on arguments with the given ranges, or None."""
+    (a, b), (c, d) = args[0], args[1] if len(args) > 1 else (0, 0)
+    if name == "add":
+        return a + c, b + d
+    if name == "sub":
+        return a - d, b - c
+    if name == "neg":
+        return -b, -a
+    if name == "abs":
+        return (0 if a <= 0 <= b else min(abs(a), abs(b))), max(abs(a), abs(b))
+    if name == "mul":
+        corners = (a * c, a * d, b * c, b * d)
+        return min(corners), max(corners)
+    if name == "max":
+        return max(a, c), max(b, d)
+    if name == "min":
+        return min(a, c), min(b, d)
+    if name == "floordiv" and c == d and c > 0:
+        return a // c, b // c
+    if name == "mod" and c == d and c > 0:
+        return (a % c, b % c) if a // c == b // c else (0, c - 1)
+    return (0, 1) if dtype == "bool" else None
+
+
+def linear(e: Expr) -> Linear:
+    """`e` as a sum of integer multiples of atoms, and a constant."""
+    if isinstance(e, Const):
+        return {}, int(e.value)
+    if isinstance(e, Op) and e.name in ("add", "sub"):
+        (ta, ca), (tb, cb) = linear(e.args[0]), linear(e.args[1])
+        sign = 1 if e.name == "add" else -1
+        terms = dict(ta)
+        for atom, k in tb.items():
+            terms[atom] = terms.get(atom, 0) + sign * k
+        return {t: k for t, k in terms.items() if k}, ca + sign * cb
+    if isinstance(e, Op) and e.name == "neg":
+        terms, c = linear(e.args[0])
+        return {t: -k for t, k in terms.items()}, -c
+    if isinstance(e, Op) and e.name == "mul" and isinstance(e.args[1], Const):
+        terms, c = linear(e.args[0])
+        k = int(e.args[1].value)
+        return ({t: v * k for t, v in terms.items()}, c * k) if k else ({}, 0)
+    return {e: 1}, 0
+
+
+def from_linear(lin: Linear, dtype: str) -> Expr:
+    """Rebuild an expression from its linear form, joining n·(x // n) + x % n to x."""
+    terms, c = dict(lin[0]), lin[1]
+    for atom in list(terms):
+        if isinstance(atom, Op) and atom.name == "mod" and atom in terms:
+            quotient = raw_op("floordiv", atom.args, atom.dtype)
+            n, k = atom.args[1], terms[atom]
+            if isinstance(n, Const) and terms.get(quotient, 0) == k * int(n.value):
+                del terms[atom], terms[quotient]
+                inner, ic = linear(atom.args[0])
+                for t, v in inner.items():
+                    terms[t] = terms.get(t, 0) + v * k
+                c += ic * k
+                return from_linear(({t: v for t, v in terms.items() if v}, c), dtype)
+    out: Expr | None = None
+    for atom, k in sorted(terms.items(), key=lambda item: -item[1]):
+        scaled = atom if abs(k) == 1 else raw_op("mul", (atom, const(abs(k), dtype)), dtype)
+        if out is None:
+            out = scaled if k > 0 else raw_op("neg", (scaled,), dtype)
+        else:
+            out = raw_op("add" if k > 0 else "sub", (out, scaled), dtype)
+    if out is None:
+        return const(c, dtype)
+    return raw_op("add" if c > 0 else "sub", (out, const(abs(c), dtype)), dtype) if c else out
+
+
+def linear_bounds(lin: Linear) -> Bounds:
+    """Range of a linear form, each atom taken over its own range."""
+    lo = hi = lin[1]
+    for atom, k in lin[0].items():
+        b = bounds(atom)
+        if b is None:
+            return None
+        lo, hi = lo + min(k * b[0], k * b[1]), hi + max(k * b[0], k * b[1])
+    return lo, hi
+
+
+def floordiv(a: Expr, n: int, dtype: str) -> Expr:
+    """a // n for a positive constant n: whole multiples of n leave the division."""
+    if n == 1:
+        return a
+    terms, c = linear(a)
+    whole = {t: k // n for t, k in terms.items() if k % n == 0}
+    rest = {t: k for t, k in terms.items() if k % n}
+    low = linear_bounds((rest, c % n))
+    if low is not None and low[0] // n == low[1] // n:
+        return from_linear((whole, c // n + low[0] // n), dtype)
+    inner = from_linear((rest, c % n), dtype)
+    if isinstance(inner, Op) and inner.name == "floordiv" and isinstance(inner.args[1], Const):
+        quotient = floordiv(inner.args[0], int(inner.args[1].value) * n, dtype)
+    else:
+        quotient = raw_op("floordiv", (inner, const(n, dtype)), dtype)
+    out, oc = linear(quotient)
+    for t, k in out.items():
+        whole[t] = whole.get(t, 0) + k
+    return from_linear(({t: k for t, k in whole.items() if k}, c // n + oc), dtype)
+
+
+def mod(a: Expr, n: int, dtype: str) -> Expr:
+    """a % n for a positive constant n: whole multiples of n vanish."""
+    if n == 1:
+        return const(0, dtype)
+    terms, c = linear(a)
+    rest = {t: k for t, k in terms.items() if k % n}
+    low = linear_bounds((rest, c % n))
+    if low is not None and low[0] // n == low[1] // n:
+        return from_linear((rest, c % n - low[0] // n * n), dtype)
+    return raw_op("mod", (from_linear((rest, c % n), dtype), const(n, dtype)), dtype)

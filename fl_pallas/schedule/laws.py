@@ -1,0 +1,298 @@
+"""The algebra streaming rests on: how an expression separates from values that move while a loop runs.
+
+Let x be what depends on the loop axis and r what moves with the loop (running reductions). Laws used:
+
+  exp(a + b)       = exp(a)·exp(b)              exp turns + into ×
+  Σ h·f(x)         = h·Σ f(x)                   factors free of the loop axis hoist out of a sum
+  Σ f·(g + h)      = Σ f·g + Σ f·h              × distributes over +
+  max(a(x) + b)    = max a(x) + b               + distributes over max and min
+  max(h·f(x))      = h·max f(x)   if h >= 0     non-negative factors commute with max
+  max(exp u)       = exp(max u)                 exp is increasing
+  Σ w·(a + b')     = Σ w·(a + b) + (b' - b)·Σ w   a sum taken about b moves to b'
+  max(c·x)         = c·max x      c > 0 constant, also through masks
+  select(c, exp(u), 0) = exp(select(c, u, -inf))
+  select(c(r), 0, f)   commutes with every sum: conditions free of the loop axis hoist out
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from .build import negate, op, select
+from .expr import Axis, Const, Expr, Op, Ref, const, free_axes, walk
+
+MAX_TERMS = 8
+MAX_SHIFTS = 2
+
+
+class Nonseparable(Exception):
+    """No law takes the moving values out of an expression; the argument says where it stopped."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What moves: the loop axis, the names of the running references, and the compute type."""
+
+    axis: Axis
+    running: frozenset[str]
+    dtype: str
+
+    def varies(self, e: Expr) -> bool:
+        """Whether `e` depends on the loop axis."""
+        return self.axis in free_axes(e)
+
+    def moves(self, e: Expr) -> bool:
+        """Whether `e` depends on a running reference."""
+        return any(isinstance(n, Ref) and n.name in self.running for n in walk(e))
+
+    def const(self, value: float) -> Expr:
+        return const(value, self.dtype)
+
+    def op(self, name: str, *args: Expr) -> Expr:
+        return op(name, *args, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A factor a(x) + b(r): taken about the running value of b, moved when b moves."""
+
+    varying: Expr
+    moving: Expr
+
+
+@dataclass(frozen=True)
+class Term:
+    """hoisted · exp(exponent + offset) · Π factors · Π shifts, and 0 where a gate is closed.
+
+    exponent and factors vary with the loop axis and do not move; hoisted, offset and the gates'
+    conditions are free of the loop axis.
+    """
+
+    hoisted: Expr
+    exponent: Expr | None = None
+    offset: Expr | None = None
+    factors: tuple[Expr, ...] = ()
+    shifts: tuple[Shift, ...] = ()
+    gates: tuple[Expr, ...] = ()
+
+
+def separate(e: Expr, scope: Scope) -> list[Term]:
+    """`e` as a sum of terms.
+
+    Raises: Nonseparable.
+    """
+    one = scope.const(1.0)
+    if not scope.varies(e):
+        return [Term(e)]
+    if not scope.moves(e):
+        return [Term(one, factors=(e,))]
+    if not isinstance(e, Op):
+        raise Nonseparable("a nested reduction depends on a running value")
+    if e.name == "mul":
+        return _products(separate(e.args[0], scope), separate(e.args[1], scope), scope)
+    if e.name == "div":
+        return _products(separate(e.args[0], scope), [_inverse(separate(e.args[1], scope), scope)], scope)
+    if e.name == "neg":
+        return [replace(t, hoisted=scope.op("neg", t.hoisted)) for t in separate(e.args[0], scope)]
+    if e.name in ("add", "sub"):
+        return _sum(e, scope)
+    if e.name == "exp":
+        varying, rest = split_sum(e.args[0], scope)
+        return [Term(one, exponent=varying, offset=rest)]
+    if e.name == "pow" and isinstance(e.args[1], Const) and e.args[1].value in (2, 3, 2.0, 3.0):
+        base = separate(e.args[0], scope)
+        out = base
+        for _ in range(int(e.args[1].value) - 1):
+            out = _products(out, base, scope)
+        return out
+    if e.name == "select":
+        return _selection(e, scope)
+    raise Nonseparable(f"`{e.name}` of a value that varies along the loop and moves with it")
+
+
+def _products(left: list[Term], right: list[Term], scope: Scope) -> list[Term]:
+    if len(left) * len(right) > MAX_TERMS:
+        raise Nonseparable("too many terms")
+    return [_product(a, b, scope) for a in left for b in right]
+
+
+def _product(a: Term, b: Term, scope: Scope) -> Term:
+    if len(a.shifts) + len(b.shifts) > MAX_SHIFTS:
+        raise Nonseparable("too high a power of a moving difference")
+    return Term(
+        scope.op("mul", a.hoisted, b.hoisted),
+        _plus(a.exponent, b.exponent, scope),
+        _plus(a.offset, b.offset, scope),
+        a.factors + b.factors,
+        a.shifts + b.shifts,
+        a.gates + b.gates,
+    )
+
+
+def _plus(a: Expr | None, b: Expr | None, scope: Scope) -> Expr | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return scope.op("add", a, b)
+
+
+def _inverse(terms: list[Term], scope: Scope) -> Term:
+    if len(terms) != 1 or terms[0].shifts or terms[0].gates:
+        raise Nonseparable("division by a sum of separable terms")
+    t, one = terms[0], scope.const(1.0)
+    negated = [None if p is None else scope.op("neg", p) for p in (t.exponent, t.offset)]
+    inverted = tuple(scope.op("div", one, f) for f in t.factors)
+    return Term(scope.op("div", one, t.hoisted), negated[0], negated[1], inverted)
+
+
+def _sum(e: Op, scope: Scope) -> list[Term]:
+    try:
+        varying, moving = split_sum(e, scope)
+    except Nonseparable:
+        varying = moving = None
+    if varying is not None and moving is not None:
+        if stable(moving, scope):
+            return [Term(scope.const(1.0), shifts=(Shift(varying, moving),))]
+        raise Nonseparable("a difference from a running value that is no mean, maximum or logarithm would cancel")
+    right = separate(e.args[1], scope)
+    if e.name == "sub":
+        right = [replace(t, hoisted=scope.op("neg", t.hoisted)) for t in right]
+    return [*separate(e.args[0], scope), *right]
+
+
+def _selection(e: Op, scope: Scope) -> list[Term]:
+    test, then, other = e.args
+    if scope.varies(test) and scope.moves(test):
+        raise Nonseparable("a condition on a value that varies along the loop and moves with it")
+    out = []
+    for branch, condition in ((then, test), (other, negate(test))):
+        if not (isinstance(branch, Const) and branch.value == 0):
+            out += [_gated(t, condition, scope) for t in separate(branch, scope)]
+    return out
+
+
+def _gated(t: Term, condition: Expr, scope: Scope) -> Term:
+    if not scope.varies(condition):
+        return replace(t, gates=(*t.gates, condition))
+    if t.exponent is not None:
+        return replace(t, exponent=select(condition, t.exponent, scope.const(-math.inf)))
+    if t.factors:
+        first, *rest = t.factors
+        return replace(t, factors=(select(condition, first, scope.const(0.0)), *rest))
+    return replace(t, factors=(select(condition, scope.const(1.0), scope.const(0.0)),))
+
+
+def split_sum(u: Expr, scope: Scope) -> tuple[Expr | None, Expr | None]:
+    """`u` as a(x) + b, a varying and not moving, b free of the loop axis; None for an absent part.
+
+    Raises: Nonseparable.
+    """
+    if not scope.varies(u):
+        return None, u
+    if not scope.moves(u):
+        return u, None
+    if not isinstance(u, Op):
+        raise Nonseparable("a nested reduction depends on a running value")
+    if u.name in ("add", "sub"):
+        (a, b), (c, d) = split_sum(u.args[0], scope), split_sum(u.args[1], scope)
+        return _signed(u.name, a, c, scope), _signed(u.name, b, d, scope)
+    if u.name == "neg":
+        a, b = split_sum(u.args[0], scope)
+        return _map(lambda x: scope.op("neg", x), a, b)
+    if u.name in ("mul", "div"):
+        for n in (0, 1) if u.name == "mul" else (0,):
+            scale = u.args[1 - n]
+            if not scope.varies(scale) and not scope.moves(scale):
+                a, b = split_sum(u.args[n], scope)
+                return _map(lambda x, s=scale: scope.op(u.name, x, s), a, b)
+    if u.name == "select" and not scope.moves(u.args[0]):
+        test, then, other = u.args
+        for kept, dead, condition in ((then, other, test), (other, then, negate(test))):
+            if isinstance(dead, Const) and dead.value == -math.inf:
+                a, b = split_sum(kept, scope)
+                a = scope.const(0.0) if a is None else a
+                return select(condition, a, dead), b
+        (a, b), (c, d) = split_sum(then, scope), split_sum(other, scope)
+        if b is d and a is not None and c is not None:
+            return select(test, a, c), b
+    raise Nonseparable(f"`{u.name}` does not split into a varying and a moving part")
+
+
+def _signed(name: str, a: Expr | None, b: Expr | None, scope: Scope) -> Expr | None:
+    if b is None:
+        return a
+    if a is None:
+        return scope.op("neg", b) if name == "sub" else b
+    return scope.op(name, a, b)
+
+
+def _map(f: Callable[[Expr], Expr], *parts: Expr | None) -> tuple[Expr | None, Expr | None]:
+    a, b = (None if p is None else f(p) for p in parts)
+    return a, b
+
+
+def stable(e: Expr, scope: Scope) -> bool:
+    """Whether a running value may serve as a reference for differences.
+
+    A maximum, a ratio of sums (a running mean) or a logarithm stays near what it will become; a bare
+    partial sum does not, and differences from it would cancel. Decided by the degree in the sums.
+    """
+    return _degree(e, scope) == 0
+
+
+def _degree(e: Expr, scope: Scope) -> int | None:
+    if isinstance(e, Ref):
+        return 1 if e.name in scope.running and not e.name.startswith("m") else 0
+    if not isinstance(e, Op) or not scope.moves(e):
+        return 0
+    degrees = [_degree(a, scope) for a in e.args]
+    if any(d is None for d in degrees):
+        return None
+    known = [d for d in degrees if d is not None]
+    if e.name == "mul":
+        return sum(known)
+    if e.name == "div":
+        return known[0] - known[1]
+    if e.name in ("add", "sub", "max", "min"):
+        return known[0] if known[0] == known[1] else None
+    if e.name in ("neg", "abs"):
+        return known[0]
+    if e.name == "select":
+        return known[1] if known[1] == known[2] else None
+    return 0 if e.name == "log" or not any(known) else None
+
+
+def non_negative(e: Expr, positive: frozenset[str]) -> bool:
+    """Whether `e` is provably >= 0 (or NaN); `positive` names references known to be."""
+    if isinstance(e, Const):
+        return e.value >= 0
+    if isinstance(e, Ref):
+        return e.name in positive
+    if not isinstance(e, Op):
+        return False
+    if e.name in ("exp", "exp2", "abs", "sigmoid", "sqrt", "rsqrt"):
+        return True
+    if e.name in ("mul", "div", "add", "min"):
+        return all(non_negative(a, positive) for a in e.args)
+    if e.name == "max":
+        return any(non_negative(a, positive) for a in e.args)
+    if e.name == "select":
+        return all(non_negative(a, positive) for a in e.args[1:])
+    return False
+
+
+def positive_factor(e: Expr) -> tuple[Expr, float]:
+    """`e` as core · c, c a positive constant: c·max x = max c·x, and select(p, c·x, -inf) = c·select(p, x, -inf)."""
+    if isinstance(e, Op) and e.name in ("mul", "div") and isinstance(e.args[1], Const):
+        value = float(e.args[1].value)
+        if 0 < value < math.inf:
+            core, c = positive_factor(e.args[0])
+            return core, (c * value if e.name == "mul" else c / value)
+    if isinstance(e, Op) and e.name == "select":
+        test, then, other = e.args
+        for kept, dead, condition in ((then, other, test), (other, then, negate(test))):
+            if isinstance(dead, Const) and dead.value == -math.inf and not isinstance(kept, Const):
+                core, c = positive_factor(kept)
+                return (select(condition, core, dead), c) if c != 1.0 else (e, 1.0)
+    return e, 1.0

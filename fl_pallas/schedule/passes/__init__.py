@@ -1,0 +1,1 @@
+"""Passes from Program to KernelPlan, one a file, each a function from IR to IR."""

@@ -1,0 +1,298 @@
+"""Tile analysis of predicates: which indices of a loop axis can contribute to a tile of the grid.
+
+A mask is any condition under which every accumulator of a loop receives its identity. Conditions on
+index expressions are solved for the loop axis; what a tile of the grid spans enters by its ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from ..build import FALSE, TRUE, negate, op, substitute
+from ..expr import Axis, Const, Expr, Index, Op, Ref, children, const, free_axes, ref, walk
+from ..integer import Linear, linear
+from ..plan import Accumulator, Anchor, Interior, Loop
+
+Range = tuple[Expr | None, Expr | None]  # first index that can contribute, and one past the last
+_EMPTY_HIGH = const(0, "i64")
+
+
+def bound_loop(loop: Loop, tiled: frozenset[Axis]) -> Loop:
+    """`loop` with `lower` and `upper`; `tiled` are the grid axes whose tile is wider than one index."""
+    condition: Expr = FALSE
+    finite = frozenset(s.name for s in loop.steps if isinstance(s, Anchor))
+    for step in loop.steps:
+        if isinstance(step, Accumulator):
+            condition = op("or", condition, contributes(step.update, step.kind, finite), dtype="bool")
+    lower, upper = solve(condition, loop.axis, tiled)
+    return replace(loop, lower=lower, upper=upper, interior=_interior(loop, tiled))
+
+
+def _interior(loop: Loop, tiled: frozenset[Axis]) -> Interior | None:
+    """The interval where every mask of the loop lets everything through, and the steps without masks."""
+    replaced: dict[Expr, Expr] = {}
+    lower: Expr | None = None
+    upper: Expr | None = None
+    for e in (s.update for s in loop.steps if isinstance(s, Accumulator)):
+        for test, kept in _masks(e):
+            if loop.axis in free_axes(test) and test not in replaced:
+                found = solve_certain(test if kept else negate(test), loop.axis, tiled)
+                if found is not None:
+                    replaced[test] = TRUE if kept else FALSE
+                    lower, upper = _join(lower, found[0], "max", False), _join(upper, found[1], "min", False)
+    if not replaced:
+        return None
+    steps = tuple(
+        replace(s, update=substitute(s.update, {}, replaced)) if isinstance(s, Accumulator) else s for s in loop.steps
+    )
+    return Interior(lower, upper, steps)
+
+
+def _masks(e: Expr) -> Iterator[tuple[Expr, bool]]:
+    """(test, outcome that lets a value through) of every selection between a value and a constant."""
+    for n in walk(e):
+        if isinstance(n, Op) and n.name == "select":
+            test, then, other = n.args
+            if isinstance(other, Const) is not isinstance(then, Const):
+                yield test, isinstance(other, Const)
+
+
+def contributes(update: Expr, kind: str, finite: frozenset[str] = frozenset()) -> Expr:
+    """A condition without which `update` is the identity of `kind`.
+
+    Loaded data is taken to be finite. A running or final value is not, unless it is one of `finite`:
+    -inf - (-inf) and 0 · inf are NaN, as in the wholly masked row of a softmax, and must be kept.
+    """
+    if kind == "max":
+        return _unless(update, -math.inf, finite)
+    if kind == "min":
+        return _unless(update, math.inf, finite)
+    if kind == "sum":
+        return _unless(update, 0.0, finite)
+    if kind == "any":
+        return update
+    return TRUE
+
+
+def _unless(e: Expr, identity: float, finite: frozenset[str]) -> Expr:
+    """A condition that holds wherever `e` differs from `identity` (0, inf or -inf)."""
+
+    def unless(x: Expr, value: float, others: tuple[Expr, ...] = ()) -> Expr:
+        return _unless(x, value, finite) if all(_is_finite(o, finite) for o in others) else TRUE
+
+    def either(name: str, a: Expr, b: Expr) -> Expr:
+        return op(name, a, b, dtype="bool")
+
+    if isinstance(e, Const):
+        return const(not e.value == identity, "bool")
+    if not isinstance(e, Op):
+        return TRUE
+    if e.name == "select":
+        test, then, other = e.args
+        left = either("and", test, unless(then, identity))
+        return either("or", left, either("and", negate(test), unless(other, identity)))
+    if e.name in ("mul", "add", "sub", "div") and (identity or e.name in ("mul", "div")):
+        a, b = e.args
+        if identity == 0.0:
+            right = TRUE if e.name == "div" else unless(b, 0.0, (a,))
+            return either("and", unless(a, 0.0, (b,)), right)
+        if e.name in ("add", "sub"):
+            right = unless(b, identity if e.name == "add" else -identity, (a,))
+            return either("and", unless(a, identity, (b,)), right)
+        if e.name == "mul" and isinstance(b, Const) and b.value > 0 or e.name == "div" and isinstance(b, Const):
+            return unless(a, identity) if b.value > 0 else TRUE
+        return TRUE
+    if identity == 0.0:
+        if e.name in ("neg", "cast", "abs"):
+            return unless(e.args[0], 0.0)
+        if e.name in ("exp", "exp2"):
+            return unless(e.args[0], -math.inf)
+        if e.name in ("add", "sub"):
+            return either("or", unless(e.args[0], 0.0), unless(e.args[1], 0.0))
+    return TRUE
+
+
+def _is_finite(e: Expr, finite: frozenset[str]) -> bool:
+    """Whether `e` holds no running or final value that may be infinite or NaN."""
+    if isinstance(e, Op) and e.name == "select" and isinstance(e.args[0], Op) and e.args[0].name == "eq":
+        value, limit = e.args[0].args
+        if value is e.args[2] and isinstance(limit, Const) and limit.value == -math.inf:
+            # A maximum whose -inf is replaced.
+            return True
+    if isinstance(e, Ref):
+        return e.name in finite
+    return all(_is_finite(c, finite) for c in children(e))
+
+
+def solve(condition: Expr, axis: Axis, tiled: frozenset[Axis]) -> Range:
+    """The interval of indices of `axis` outside which `condition` is false for the whole tile."""
+    if isinstance(condition, Const):
+        return (None, None) if condition.value else (None, _EMPTY_HIGH)
+    if not isinstance(condition, Op):
+        return None, None
+    if condition.name in ("and", "or"):
+        left, right = (solve(a, axis, tiled) for a in condition.args)
+        outward = condition.name == "or"
+        return _join(left[0], right[0], "min" if outward else "max", outward), _join(
+            left[1], right[1], "max" if outward else "min", outward
+        )
+    if condition.name == "not":
+        inner = _without_not(condition)
+        return (None, None) if inner is None else solve(inner, axis, tiled)
+    if _is_comparison(condition):
+        return _solve_comparison(condition, axis, tiled, certain=False)
+    return None, None
+
+
+def solve_certain(condition: Expr, axis: Axis, tiled: frozenset[Axis]) -> Range | None:
+    """An interval of indices of `axis` on which `condition` is true for the whole tile; None if none is known."""
+    if isinstance(condition, Const):
+        return (None, None) if condition.value else None
+    if not isinstance(condition, Op):
+        return None
+    if condition.name in ("and", "or"):
+        left, right = (solve_certain(a, axis, tiled) for a in condition.args)
+        if left is None or right is None:
+            return None if condition.name == "and" else (left or right)
+        if condition.name == "or":
+            return left
+        return _join(left[0], right[0], "max", False), _join(left[1], right[1], "min", False)
+    if condition.name == "not":
+        inner = _without_not(condition)
+        return None if inner is None else solve_certain(inner, axis, tiled)
+    if _is_comparison(condition) and condition.name not in ("eq", "ne"):
+        found = _solve_comparison(condition, axis, tiled, certain=True)
+        return None if found == (None, None) else found
+    return None
+
+
+def _is_comparison(e: Op) -> bool:
+    return e.name in _RELATIONS and all(a.dtype in ("i64", "i32") for a in e.args)
+
+
+def _without_not(e: Op) -> Expr | None:
+    """A negation carried inwards; None if that leads nowhere."""
+    inner = e.args[0]
+    if isinstance(inner, Op) and inner.name in ("and", "or"):
+        return op("or" if inner.name == "and" else "and", *(negate(a) for a in inner.args), dtype="bool")
+    flipped = negate(inner)
+    return None if isinstance(flipped, Op) and flipped.name == "not" else flipped
+
+
+def _join(a: Expr | None, b: Expr | None, name: str, both: bool) -> Expr | None:
+    if a is None or b is None:
+        return None if both else (b if a is None else a)
+    return op(name, a, b, dtype="i64") if a is not b else a
+
+
+_RELATIONS: dict[str, Callable[[Linear], list[Linear]]] = {
+    # Each relation a ? b as inequalities "form <= 0", from form = a - b.
+    "le": lambda f: [f],
+    "lt": lambda f: [(f[0], f[1] + 1)],
+    "ge": lambda f: [_negated(f)],
+    "gt": lambda f: [(_negated(f)[0], _negated(f)[1] + 1)],
+    "eq": lambda f: [f, _negated(f)],
+    "ne": lambda f: [],
+}
+
+
+def _negated(f: Linear) -> Linear:
+    return {t: -k for t, k in f[0].items()}, -f[1]
+
+
+def _solve_comparison(e: Op, axis: Axis, tiled: frozenset[Axis], certain: bool) -> Range:
+    difference = linear(op("sub", e.args[0], e.args[1], dtype="i64"))
+    lower: Expr | None = None
+    upper: Expr | None = None
+    for form in _RELATIONS[e.name](difference):
+        low, high = _solve_form(form, axis, tiled, certain)
+        lower, upper = _join(lower, low, "max", False), _join(upper, high, "min", False)
+    return lower, upper
+
+
+def _solve_form(form: Linear, axis: Axis, tiled: frozenset[Axis], certain: bool) -> Range:
+    """Indices of `axis` for which `form` <= 0 is possible (or certain) in a tile."""
+    along = [t for t in form[0] if axis in free_axes(t)]
+    if len(along) != 1:
+        return None, None
+    atom, k = along[0], form[0][along[0]]
+    rest = {t: -v for t, v in form[0].items() if t is not atom}, -form[1]
+    if isinstance(atom, Index):
+        limit = _limit(rest, tiled, certain)
+        if limit is None:
+            return None, None
+        if k > 0:  # k·j <= limit
+            return None, op("add", _divided(limit, k), const(1, "i64"), dtype="i64")
+        # -|k|·j <= limit, so j >= ceil(-limit / |k|) = -floor(limit / |k|)
+        return op("neg", _divided(limit, -k), dtype="i64"), None
+    if isinstance(atom, Op) and atom.name == "abs" and k > 0:
+        inner, c = linear(atom.args[0])
+        sides = [({t: v * k for t, v in inner.items()}, c * k), ({t: -v * k for t, v in inner.items()}, -c * k)]
+        ranges = []
+        for terms, offset in sides:
+            merged = dict(terms)
+            for t, v in form[0].items():
+                if t is not atom:
+                    merged[t] = merged.get(t, 0) + v
+            ranges.append(_solve_form(({t: v for t, v in merged.items() if v}, offset + form[1]), axis, tiled, certain))
+        return _join(ranges[0][0], ranges[1][0], "max", False), _join(ranges[0][1], ranges[1][1], "min", False)
+    if isinstance(atom, Op) and atom.name == "floordiv" and isinstance(atom.args[1], Const) and abs(k) == 1:
+        n = int(atom.args[1].value)
+        inner, c = linear(atom.args[0])
+        limit = _limit(rest, tiled, certain)
+        if limit is None:
+            return None, None
+        # x // n <= b is x <= n·b + n - 1; -(x // n) <= b is -x <= n·b.
+        scaled = op("mul", limit, const(n, "i64"), dtype="i64")
+        bound = op("add", scaled, const(n - 1 if k > 0 else 0, "i64"), dtype="i64")
+        terms, offset = linear(bound)
+        merged = {t: v * k for t, v in inner.items()}
+        for t, v in terms.items():
+            merged[t] = merged.get(t, 0) - v
+        return _solve_form(({t: v for t, v in merged.items() if v}, c * k - offset), axis, tiled, certain)
+    return None, None
+
+
+def _limit(rest: Linear, tiled: frozenset[Axis], certain: bool) -> Expr | None:
+    """The largest value of `rest` over a tile, or the least if what it limits must be certain."""
+    if not certain:
+        return _extreme(rest, tiled)
+    most = _extreme(_negated(rest), tiled)
+    return None if most is None else op("neg", most, dtype="i64")
+
+
+def _divided(e: Expr, k: int) -> Expr:
+    return e if k == 1 else op("floordiv", e, const(k, "i64"), dtype="i64")
+
+
+def _extreme(form: Linear, tiled: frozenset[Axis]) -> Expr | None:
+    """The largest value of a linear form over a tile, as a scalar expression of the tile's ends."""
+    total: Expr = const(form[1], "i64")
+    for atom, k in form[0].items():
+        end = _end(atom, k > 0, tiled)
+        if end is None:
+            return None
+        total = op("add", total, op("mul", end, const(k, "i64"), dtype="i64"), dtype="i64")
+    return total
+
+
+def _end(e: Expr, high: bool, tiled: frozenset[Axis]) -> Expr | None:
+    """The largest (or least) value of an integer expression over a tile."""
+    if not free_axes(e) & tiled:
+        # A scalar of this program; data it loads is exact, whatever it is.
+        return e
+    if isinstance(e, Index):
+        return ref(f"{e.axis.name}.{'last' if high else 'first'}", (), "i64")
+    terms, c = linear(e)
+    if e not in terms:
+        out = _extreme(({t: (k if high else -k) for t, k in terms.items()}, c if high else -c), tiled)
+        return out if out is None or high else op("neg", out, dtype="i64")
+    if isinstance(e, Op) and e.name == "floordiv" and isinstance(e.args[1], Const) and e.args[1].value > 0:
+        end = _end(e.args[0], high, tiled)
+        return None if end is None else op("floordiv", end, e.args[1], dtype="i64")
+    if isinstance(e, Op) and e.name in ("max", "min"):
+        ends = [_end(a, high, tiled) for a in e.args]
+        return None if None in ends else op(e.name, *(x for x in ends if x is not None), dtype="i64")
+    return None

@@ -1,0 +1,37 @@
+"""From streamed loops to a KernelPlan: grid, covered axes, bounds, choices."""
+
+from __future__ import annotations
+
+from ..expr import Expr, free_axes
+from ..plan import Accumulator, KernelPlan, Loop, Store
+from ..target import Target
+from .bound_loops import bound_loop
+from .choose import choose, operand_bytes, roles
+from .fuse import Fused
+from .stream import parallel_axes
+
+
+def build_plan(
+    name: str,
+    fused: Fused,
+    loops: tuple[Loop, ...],
+    stores: tuple[Store, ...],
+    notes: tuple[str, ...],
+    compute: str,
+    target: Target,
+) -> KernelPlan:
+    """Accumulators and stores → the plan of one kernel.
+
+    Axes whose tile covers them whole (features, head dimensions) are no loops and take no grid
+    dimension: the paper's tiling-aware dimension elimination.
+    """
+    parallel = parallel_axes(fused)
+    exprs: list[Expr] = [s.expr for s in stores]
+    exprs += [s.update for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
+    kinds = roles(parallel, loops, stores)
+    choices = choose(kinds, loops, stores, operand_bytes(exprs), target)
+    tiled = frozenset(a for a, n in choices.tiles if n > 1)
+    used = frozenset().union(*(free_axes(e) for e in exprs), *(s.axes for s in stores))
+    grid = tuple(a for a in parallel if a.extent > 1 and a in used)
+    bounded = tuple(bound_loop(loop, tiled) for loop in loops)
+    return KernelPlan(name, grid, kinds.features, bounded, stores, compute, choices, tuple(dict.fromkeys(notes)))

@@ -1,0 +1,197 @@
+"""Choices: which axes are tiled and how wide, warps, stages. Proposed by a model of what must fit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..dtype import is_float, itemsize
+from ..expr import Axis, Expr, Load, Op, Reduce, free_axes, loads, walk
+from ..inner import as_product, covering_tile, factors, is_sequential, power_of_two
+from ..plan import Accumulator, Anchor, Choices, Loop, Store
+from ..target import Target
+
+MIN_TILE = 16
+MAX_FEATURES = 256
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Parallel axes by what becomes of them.
+
+    Attributes:
+      features: taken whole by each program, for the expensive part of the loop does not depend on them.
+      row: the axis that is tiled, because what the loop loads does not depend on it; None if none is.
+      batch: taken one index at a time.
+    """
+
+    features: tuple[Axis, ...]
+    row: Axis | None
+    batch: tuple[Axis, ...]
+
+
+def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> Roles:
+    """Sort the parallel axes of a kernel into features, row and batch."""
+    axes = [a for a in parallel if a.extent > 1]
+    updates = [s.update for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
+    bodies = updates or [s.expr for s in stores]
+    costly: set[Axis] = set()
+    for e in bodies:
+        for n in walk(e):
+            if isinstance(n, Reduce) or (isinstance(n, Op) and n.name in ("exp", "tanh", "sigmoid", "log", "select")):
+                costly |= free_axes(n)
+    if not costly:
+        costly = set().union(*(free_axes(n) for e in bodies for n in loads(e)[:1]))
+    features = [a for a in axes if a not in costly]
+    for store in stores:
+        own = [a for a in store.axes if a in features]
+        while len(own) > 1 and math.prod(power_of_two(a.extent) for a in own) > MAX_FEATURES:
+            features.remove(own.pop(0))
+    rest = [a for a in axes if a not in features]
+    found = {n for e in bodies for n in loads(e) if is_float(n.dtype)}
+    inner = [n for n in found if not loops or free_axes(n) & {loop.axis for loop in loops}]
+
+    def reuse(a: Axis) -> tuple[int, int, int]:
+        return sum(_width(n) for n in inner if a not in free_axes(n)), a.extent, axes.index(a)
+
+    row = max(rest, key=reuse, default=None)
+    if row is not None and loops and reuse(row)[0] == 0:
+        row = None
+    return Roles(tuple(features), row, tuple(a for a in rest if a is not row))
+
+
+def _width(n: Load) -> int:
+    return sum(1 for i in n.index if free_axes(i))
+
+
+# (row, column, warps), best first; the narrow ones for float32, several loops, or sums that are shifted.
+# A warp group multiplies 64 rows at a time, so 8 warps want 128 rows; measured on an H200 by
+# benchmarks/probe_tiles.py.
+PREFERRED = (
+    (128, 128, 4),
+    (64, 64, 4),
+    (128, 128, 8),
+    (128, 64, 8),
+    (64, 64, 8),
+)
+NARROW = (
+    (64, 32, 4),
+    (64, 32, 8),
+    (32, 32, 4),
+    (32, 32, 8),
+    (16, 32, 4),
+    (16, 16, 4),
+    (16, 16, 8),
+)
+# Registers of a thread for accumulators and live tiles; the rest goes to addresses and operands.
+REGISTERS = 192
+
+
+def choose(kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ...], bytes_: int, target: Target) -> Choices:
+    """Tile sides, warps and stages for a kernel: the first preference whose tiles fit the registers.
+
+    Args:
+      kinds: the parallel axes by role.
+      bytes_: size of the widest floating operand's element.
+      target: the device to fit.
+    """
+    fixed: dict[Axis, int] = {a: 1 for a in kinds.batch}
+    for a in kinds.features:
+        fixed[a] = min(power_of_two(a.extent), MAX_FEATURES)
+    for store in stores:
+        own = [a for a in store.axes if a in kinds.features]
+        if own:
+            # Together they are a side of a matrix product.
+            others = math.prod(fixed[a] for a in own[:-1])
+            fixed[own[-1]] = max(fixed[own[-1]], MIN_TILE // others)
+    wide = PREFERRED if _is_plain(loops, fixed, kinds) else PREFERRED[1:]
+    # float32 operands are split in two and multiplied three times; corrections of shifted sums add as much.
+    intricate = len(loops) > 1 or any(isinstance(s, Anchor) for loop in loops for s in loop.steps)
+    weight = 2.5 if bytes_ > 2 or intricate else 1
+    for row, column, warps in NARROW if bytes_ > 2 or intricate else wide + NARROW:
+        tiles = dict(fixed)
+        if kinds.row is not None:
+            tiles[kinds.row] = min(row, max(MIN_TILE, power_of_two(kinds.row.extent)))
+        for loop in loops:
+            tiles[loop.axis] = min(column, max(MIN_TILE, power_of_two(loop.axis.extent)))
+        if weight * _registers(tiles, loops, stores) <= min(REGISTERS, target.registers) * 32 * warps:
+            break
+    return Choices(tuple(tiles.items()), warps=warps, stages=3 if bytes_ <= 2 else 2)
+
+
+def _is_plain(loops: tuple[Loop, ...], fixed: dict[Axis, int], kinds: Roles) -> bool:
+    """Whether the body of the only loop is a matrix product, weights from it, and another product."""
+    if len(loops) != 1 or kinds.row is None:
+        return False
+    (loop,) = loops
+    tiles = {**fixed, kinds.row: 2, loop.axis: 2}
+    tiled = frozenset(a for a, n in tiles.items() if n > 1)
+    sums = [s for s in loop.steps if isinstance(s, Accumulator) and s.kind == "sum"]
+    inner = {n for s in sums for n in walk(s.update) if isinstance(n, Reduce)}
+    return (
+        len(loop.steps) <= 3
+        and len(sums) <= 2
+        and _live(loop, tiles, tiled) == _largest(sums[0].update, tiles, tiled)
+        and not any(is_sequential(n, tiled | {n.axis}) for n in inner)
+        if sums
+        else False
+    )
+
+
+def _registers(tiles: dict[Axis, int], loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> int:
+    """32-bit registers of a program: what loops carry, and what is alive in the body of one."""
+    tiled = frozenset(a for a, n in tiles.items() if n > 1)
+    held = sum(_size(frozenset(s.axes), tiles) for loop in loops for s in loop.steps)
+    body = max((_live(loop, tiles, tiled) for loop in loops), default=0)
+    final = max((_largest(s.expr, tiles, tiled) for s in stores), default=0)
+    return max(held + body, final)
+
+
+def _live(loop: Loop, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int:
+    """The widest tile of a loop's body, times what is alive of its size at once."""
+    updates = [s.update for s in loop.steps if isinstance(s, Accumulator)]
+    widest = max(_largest(e, tiles, tiled) for e in updates)
+    nodes = {n for e in updates for n in walk(e)}
+    references = sum(isinstance(s, Accumulator) and s.kind == "max" for s in loop.steps)
+    costly = any(isinstance(n, Op) and n.name in COSTLY and loop.axis in free_axes(n) for n in nodes)
+    sequential = any(isinstance(n, Reduce) and is_sequential(n, tiled | {n.axis}) for n in nodes)
+    return widest * (max(1, references) + costly + sequential) + sum(
+        _loaded(n, tiles) for n in nodes if isinstance(n, Load)
+    )
+
+
+# Operations that take a dozen instructions, and registers for them.
+COSTLY = ("exp", "tanh", "sigmoid", "log", "sin", "cos", "pow", "erf", "log1p", "expm1")
+
+
+def _loaded(n: Load, tiles: dict[Axis, int]) -> int:
+    """Registers of a load of a row-by-column tile; a gathered one keeps its addresses too."""
+    wide = [a for a in free_axes(n) if tiles.get(a, 1) > 1]
+    if len(wide) < 2:
+        return 0
+    gathered = any(loads(i) for i in n.index)
+    return _size(frozenset(wide), tiles) * (2 if gathered else 1)
+
+
+def _largest(e: Expr, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int:
+    """Elements of the largest tile needed to evaluate `e`; the factors of a product are never multiplied out."""
+    size = _size(free_axes(e), tiles)
+    if isinstance(e, Op) and any(as_product(e, axis, tiled) is not None for axis in free_axes(e)):
+        size = 0
+    inner = 0
+    for n in walk(e):
+        if isinstance(n, Reduce):
+            if as_product(n.body, n.axis, tiled | {n.axis}) is None and not is_sequential(n, tiled):
+                inner = max(inner, _size(free_axes(n.body), tiles))
+            inner = max(inner, _size(free_axes(n), tiles))
+    return max(size, inner, *(_size(free_axes(f), tiles) for f in factors(e)))
+
+
+def _size(axes: frozenset[Axis], tiles: dict[Axis, int]) -> int:
+    return math.prod(tiles.get(a, covering_tile(a)) for a in axes)
+
+
+def operand_bytes(exprs: list[Expr]) -> int:
+    """Size of an element of the widest floating operand, bytes."""
+    sizes = [itemsize(n.dtype) for e in exprs for n in loads(e) if is_float(n.dtype)]
+    return max(sizes, default=4)

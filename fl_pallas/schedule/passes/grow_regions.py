@@ -1,0 +1,424 @@
+"""Region growth: which values are computed inside fused kernels, and what stays with PyTorch.
+
+A *join* combines two values that each have an axis the other lacks (scores from queries and keys).
+Where a join is larger than what it is made of, or something couples its elements before they are
+reduced, it must not reach memory: a region grows from it, forward until every value in it has lost
+one of the two sides, backward over what would be as large (masks, biases) or costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from ..build import substitute
+from ..dtype import is_float, itemsize
+from ..expr import Axis, Expr, Load, Op, free_axes, index, load, loads, reductions, walk
+from ..program import Program, Value
+from .resolve_views import inline_load, root_of
+
+# A contraction with a weight longer than this is a projection even if its result is coupled.
+MAX_WEIGHT_CONTRACTION = 256
+# Float operations of a prologue that may be repeated in the loop (column side) or per row tile (row side).
+MAX_COLUMN_OPS, MAX_ROW_OPS = 3, 12
+
+RETURNED = (
+    "the captured graph returns it, and its size is that of the blow-up"
+    " (a graph break, as at a shape that depends on data, ends a graph early)"
+)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Values computed by fused kernels: `members` in program order, `outputs` those needed outside."""
+
+    members: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A blow-up that stays with PyTorch.
+
+    Attributes:
+      value: the value that will be materialised.
+      blocker: the value whose operation stands in the way.
+      why: the reason.
+      nbytes: size of `value` in bytes.
+    """
+
+    value: Value
+    blocker: Value
+    why: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Growth:
+    regions: tuple[Region, ...]
+    rejected: tuple[Rejected, ...]
+
+
+Sides = tuple[frozenset[Axis], frozenset[Axis]]
+
+
+@dataclass
+class _Seed:
+    """A join, and the region grown from it.
+
+    Attributes:
+      rows, cols: the axes of the join that only the one side, or only the other, has.
+      members: the region's values, written in terms of the join.
+      sides: each member's axes along rows and columns.
+    """
+
+    value: Value
+    rows: frozenset[Axis]
+    cols: frozenset[Axis]
+    members: dict[str, Value] = field(default_factory=dict)
+    sides: dict[str, Sides] = field(default_factory=dict)
+
+
+def grow_regions(program: Program) -> Growth:
+    """Program with views resolved → regions, and the blow-ups that could not be fused with the reason."""
+    seeds = [s for v in program.values if (s := _join(program, v)) is not None]
+    chosen = [s for s in seeds if _is_blow_up(program, s, seeds)]
+    grown: list[_Seed] = []
+    rejected: list[Rejected] = []
+    for seed in chosen:
+        blocker = _grow(program, seed)
+        if blocker is None:
+            grown.append(seed)
+        elif seed.rows and seed.cols:
+            v = seed.value
+            rejected.append(Rejected(v, blocker[0], blocker[1], v.numel * itemsize(v.dtype)))
+    regions = []
+    groups = _merge(grown)
+    for n, (members, sides) in enumerate(groups):
+        others = set().union(*(g for m, (g, _) in enumerate(groups) if m != n))
+        members = _with_epilogue(program, members, others)
+        members = _with_prologue(program, members, sides)
+        regions.append(_region(program, members))
+    fused = {name for r in regions for name in r.members}
+    return Growth(tuple(regions), tuple(r for r in rejected if r.value.name not in fused))
+
+
+def _join(program: Program, v: Value) -> _Seed | None:
+    """The two sides of `v` if it joins values that each have an axis the other lacks."""
+    if v.expr is None or v.is_view or not is_float(v.dtype):
+        return None
+    found = loads(v.expr)
+    own = frozenset(v.axes)
+    for n, a in enumerate(found):
+        for b in found[n + 1 :]:
+            rows, cols = _touched(a) & own - _touched(b), _touched(b) & own - _touched(a)
+            if rows and cols:
+                return _Seed(v, rows, cols)
+            contracted = any(r.kind == "sum" and a in loads(r.body) and b in loads(r.body) for r in reductions(v.expr))
+            if contracted and is_float(a.dtype) and is_float(b.dtype) and 1 in v.shape:
+                return _Seed(v, rows, cols)
+    return None
+
+
+def _touched(node: Load) -> frozenset[Axis]:
+    return frozenset().union(*(free_axes(i) for i in node.index))
+
+
+def _is_blow_up(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
+    """Whether a region grows from this join.
+
+    Joins with a weight are projections unless they are normalised (learned keys) and larger than
+    their sources. Others must be larger than their sources and be reduced later; a shorter one
+    (short sequences) must be coupled, and not merely lead to another join of that kind.
+    """
+    v = seed.value
+    assert v.expr is not None
+    if v.projection:
+        return False
+    coupled, normalised, followed = _path(program, v)
+    larger = bool(seed.rows and seed.cols) and all(v.numel > program.by_name[r].numel for r in v.reads)
+    if _has_weight(program, v):
+        contraction = max((r.axis.extent for r in reductions(v.expr)), default=1)
+        return normalised and followed and larger and contraction <= MAX_WEIGHT_CONTRACTION
+    if larger:
+        return followed
+    later = (s.value for s in seeds if s is not seed and _feeds(program, v.name, s.value.name))
+    return coupled and not any(not _has_weight(program, s) and _path(program, s)[0] for s in later)
+
+
+def _has_weight(program: Program, v: Value) -> bool:
+    """Whether an operand of the product is a parameter, or a matrix where the other has batch axes."""
+    sources = [program.by_name[r] for r in v.reads if is_float(program.by_name[r].dtype)]
+    rank = max((len(s.axes) for s in sources), default=0)
+    return any(s.op == "parameter" or (s.op == "input" and len(s.axes) == 2 and rank > 2) for s in sources)
+
+
+def _path(program: Program, v: Value) -> tuple[bool, bool, bool]:
+    """What lies between `v` and the product that reduces it.
+
+    (some step is not linear, some reduction is of `v` alone, some reduction consumes it)
+    """
+    seen, stack, coupled, normalised, followed = set(), [v.name], False, False, False
+    while stack:
+        name = stack.pop()
+        for user in program.users[name]:
+            u = program.by_name[user]
+            if user in seen:
+                continue
+            seen.add(user)
+            if u.expr is None:
+                # Whatever it does, it reads all of `v`, which is then in its way.
+                followed = True
+                continue
+            found = reductions(u.expr)
+            followed |= bool(found)
+            normalised |= any(len(set(loads(r.body))) == 1 for r in found)
+            coupled |= any(isinstance(n, Op) and n.name not in _LINEAR for n in walk(u.expr))
+            if not found or len(u.axes) == len(v.axes) and u.numel == v.numel:
+                stack.append(user)
+    return coupled or normalised, normalised, followed
+
+
+_LINEAR = ("mul", "div", "add", "sub", "neg", "cast", "floordiv", "mod")
+
+
+def _feeds(program: Program, source: str, target: str) -> bool:
+    """Whether `target` reads `source` through pointwise values only."""
+    stack, seen = [source], {source}
+    while stack:
+        for user in program.users[stack.pop()]:
+            u = program.by_name[user]
+            if user == target:
+                return True
+            if user not in seen and u.expr is not None and u.numel >= program.by_name[source].numel:
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def _add_member(program: Program, v: Value, seed: _Seed) -> bool:
+    """Record a new member; whether it is as large as the seed.
+
+    The member is written in terms of the seed, so that views in between leave no trace: it is large
+    where one load of the seed still has an index along its rows and another along its columns. One
+    axis stands for both only if it was flattened from them, which a division in the indices shows.
+    """
+    assert v.expr is not None
+    found = {n: inline_load(n, seed.members[n.source]) for n in loads(v.expr) if n.source in seed.members}
+    member = replace(v, expr=substitute(v.expr, {}, dict(found)))
+    seed.members[v.name] = member
+    own = frozenset(v.axes)
+    rows: frozenset[Axis] = frozenset()
+    cols: frozenset[Axis] = frozenset()
+    large = False
+    for node in loads(member.expr):  # type: ignore
+        if node.source == seed.value.name:
+            along_rows, along_cols = (own & _indexing(node, seed.value, side) for side in (seed.rows, seed.cols))
+            rows, cols = rows | along_rows, cols | along_cols
+            if seed.rows and seed.cols:
+                large |= bool(along_rows and along_cols) and (len(along_rows | along_cols) > 1 or _divides(node))
+            else:
+                # A side of extent 1 leaves no axis to look for.
+                large |= bool(along_rows | along_cols)
+    seed.sides[v.name] = rows, cols
+    return large
+
+
+def _indexing(node: Load, v: Value, side: frozenset[Axis]) -> frozenset[Axis]:
+    """Axes that index the axes `side` of `v` in a load of it."""
+    return frozenset().union(*(free_axes(i) for a, i in zip(v.axes, node.index, strict=True) if a in side))
+
+
+def _grow(program: Program, seed: _Seed) -> tuple[Value, str] | None:
+    """Fill `seed.members`; or the value that blocks it and why."""
+    v = seed.value
+    seed.members = {v.name: replace(v, expr=load(v.name, tuple(map(index, v.axes)), v.dtype))}
+    seed.sides = {v.name: (seed.rows, seed.cols)}
+    degenerate = not seed.rows and not seed.cols
+    large = {v.name}
+    for v in program.values:
+        if v.name in seed.members or not seed.members.keys() & set(v.reads):
+            continue
+        if v.expr is None:
+            blocking = large.intersection(root_of(program, r) for r in v.reads)
+            if blocking and not degenerate:
+                return v, v.why or "it has no expression"
+            continue
+        if large.intersection(v.reads) and not (degenerate and reductions(v.expr)):
+            if _add_member(program, v, seed) or degenerate:
+                large.add(v.name)
+    for name in program.outputs:
+        if root_of(program, name) in large and not degenerate:
+            return program.by_name[name], RETURNED
+    return _close(program, seed)
+
+
+def _close(program: Program, seed: _Seed) -> tuple[Value, str] | None:
+    """Add what lies between members, so that no value outside both depends on and feeds the region."""
+    below: set[str] = set()
+    for v in program.values:
+        if any(r in seed.members or r in below for r in v.reads):
+            below.add(v.name)
+    above: set[str] = set()
+    for v in reversed(program.values):
+        if v.name in seed.members or v.name in above:
+            above.update(v.reads)
+    for v in program.values:
+        if v.name in below and v.name in above and v.name not in seed.members:
+            if v.expr is None:
+                return v, v.why or "it has no expression"
+            _add_member(program, v, seed)
+    return None
+
+
+def _merge(grown: list[_Seed]) -> list[tuple[set[str], dict[str, Sides]]]:
+    """Members and sides of the regions, those that share a value united."""
+    groups: list[tuple[set[str], dict[str, Sides]]] = []
+    for seed in grown:
+        members = set(seed.members)
+        touching = [g for g in groups if g[0] & members]
+        sides = dict(seed.sides)
+        for _, other in touching:
+            sides = {**other, **sides}
+        groups = [g for g in groups if g not in touching]
+        groups.append((members.union(*(m for m, _ in touching)), sides))
+    return groups
+
+
+def _depends(program: Program, targets: set[str], sources: set[str]) -> bool:
+    """Whether a value of `targets` depends on one of `sources`."""
+    reach = set(sources)
+    for v in program.values:
+        if any(r in reach for r in v.reads):
+            reach.add(v.name)
+    return bool((targets - sources) & reach)
+
+
+def _with_epilogue(program: Program, members: set[str], others: set[str]) -> set[str]:
+    """Add pointwise values that only finish what the region returns (gates, scalings, differences)."""
+    members = set(members)
+    for v in program.values:
+        if v.name in members | others or v.expr is None or v.is_view or v.projection or not is_float(v.dtype):
+            continue
+        inner = [r for r in v.reads if r in members]
+        if not inner or reductions(v.expr) or _uses_division(v.expr):
+            continue
+        alone = all(set(program.users[r]) <= members | {v.name} for r in inner)
+        same_size = v.numel == max(program.by_name[r].numel for r in inner)
+        if alone and same_size and not _depends(program, set(v.reads) - members, members):
+            members.add(v.name)
+    return members
+
+
+def _uses_division(e: Expr) -> bool:
+    return any(_divides(node) for node in loads(e))
+
+
+def _divides(node: Load) -> bool:
+    """Whether an index of a load divides: a view that cuts or joins axes."""
+    return any(isinstance(n, Op) and n.name in ("floordiv", "mod") for i in node.index for n in walk(i))
+
+
+def _with_prologue(program: Program, members: set[str], sides: dict[str, Sides]) -> set[str]:
+    """Add producers that would be as large as the blow-up, or are cheap enough to repeat."""
+    members, sides = set(members), dict(sides)
+    for v in reversed(program.values):
+        readers = [program.by_name[u] for u in program.users[v.name] if u in members]
+        if v.name in members or v.expr is None or v.is_view or not readers:
+            continue
+        rows, cols, two_sided = _read_along(v, readers, sides)
+        sides[v.name] = rows, cols
+        expands = v.numel > sum(program.by_name[r].numel for r in v.reads)
+        if two_sided or (expands and (not reductions(v.expr) or len(v.reads) == 1)):
+            fits = expands or not reductions(v.expr)
+        elif reductions(v.expr) or v.projection or (is_float(v.dtype) and _read_across(v, readers)):
+            fits = False
+        else:
+            fits = _cost(v.expr) <= (MAX_COLUMN_OPS if cols else MAX_ROW_OPS)
+        if fits:
+            members.add(v.name)
+    return members
+
+
+def _read_across(v: Value, readers: list[Value]) -> bool:
+    """Whether a reader's reduction runs over several axes of `v` at once: its tiles would not be contiguous."""
+    return any(
+        isinstance(n, Op) and n.name in ("floordiv", "mod") and r.axis in free_axes(n)
+        for reader in readers
+        if reader.expr is not None
+        for r in reductions(reader.expr)
+        for node in loads(r.body)
+        if node.source == v.name
+        for i in node.index
+        for n in walk(i)
+    )
+
+
+def _read_along(
+    v: Value, readers: list[Value], sides: dict[str, Sides]
+) -> tuple[frozenset[Axis], frozenset[Axis], bool]:
+    """Axes of `v` that the readers index along their rows and columns; whether one read has both, apart."""
+    rows: set[Axis] = set()
+    cols: set[Axis] = set()
+    two_sided = False
+    for reader in readers:
+        assert reader.expr is not None
+        reader_rows, reader_cols = sides.get(reader.name, (frozenset(), frozenset()))
+        # What a member without columns reduces over runs along them.
+        reader_cols = reader_cols or frozenset(r.axis for r in reductions(reader.expr))
+        for node in loads(reader.expr):
+            if node.source == v.name:
+                along_rows, along_cols = (
+                    {a for a, i in zip(v.axes, node.index, strict=True) if free_axes(i) & side}
+                    for side in (reader_rows, reader_cols)
+                )
+                apart = len(along_rows | along_cols) > 1 or _divides(node)
+                two_sided |= bool(along_rows and along_cols) and apart
+                rows |= along_rows
+                cols |= along_cols
+    return frozenset(rows), frozenset(cols), two_sided
+
+
+_COSTS = {"select": 4, "exp": 2, "log": 2, "tanh": 4, "sigmoid": 3, "sin": 4, "cos": 4, "pow": 4, "erf": 4}
+
+
+def _cost(e: Expr) -> int:
+    """Float operations of one element, a gather counted as two."""
+    ops = sum(_COSTS.get(n.name, 1) for n in walk(e) if isinstance(n, Op) and is_float(n.dtype))
+    return ops + sum(2 for n in loads(e) if any(isinstance(m, Load) for i in n.index for m in walk(i)))
+
+
+def _region(program: Program, members: set[str]) -> Region:
+    """Order the members and find which values, as the user views them, leave the region."""
+    ordered = tuple(v.name for v in program.values if v.name in members)
+    outputs: list[str] = []
+    for name in ordered:
+        v = program.by_name[name]
+        if v.is_view and root_of(program, name) in members:
+            continue
+        if _leaves(program, name, members):
+            outputs.append(_presented(program, name))
+    return Region(ordered, tuple(dict.fromkeys(outputs)))
+
+
+def _leaves(program: Program, name: str, members: set[str]) -> bool:
+    """Whether `name` or a view of it is returned or read by a value outside the region."""
+    if name in program.outputs:
+        return True
+    return any(
+        (_leaves(program, u, members) if program.by_name[u].is_view else u not in members) for u in program.users[name]
+    )
+
+
+def _presented(program: Program, name: str) -> str:
+    """The view through which alone the outside sees `name`, where that view keeps every axis whole."""
+    while True:
+        users = program.users[name]
+        if name in program.outputs or len(users) != 1:
+            return name
+        view = program.by_name[users[0]]
+        if not view.is_view or view.numel != program.by_name[name].numel:
+            return name
+        assert view.expr is not None
+        if _uses_division(view.expr):
+            return name
+        name = view.name

@@ -1,0 +1,59 @@
+"""Views leave no trace: every load of a view becomes a load of what it views."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..build import substitute
+from ..expr import Expr, Load, const, free_axes, load, loads
+from ..program import Program, Value, reads_of
+
+
+def inline_load(node: Load, value: Value) -> Expr:
+    """The expression of `value` at the indices of `node`."""
+    assert value.expr is not None
+    return substitute(value.expr, dict(zip(value.axes, node.index, strict=True)))
+
+
+def resolve_views(program: Program) -> Program:
+    """`y = x.T; z[i,j] = y[i,j]` → `z[i,j] = x[j,i]`. Views that PyTorch still needs stay.
+
+    An axis that a value does not depend on (it was expanded before it was computed) is read at 0.
+    """
+    out: dict[str, Value] = {}
+    for v in program.values:
+        if v.expr is not None:
+            expr = v.expr
+            while found := {n: new for n in loads(expr) if (new := _resolved(n, out[n.source])) is not n}:
+                expr = substitute(expr, {}, dict(found))
+            v = replace(v, expr=expr, reads=reads_of(expr))
+        out[v.name] = v
+    return Program(_live(tuple(out.values()), program.outputs), program.outputs)
+
+
+def _resolved(node: Load, value: Value) -> Expr:
+    if value.is_view:
+        return inline_load(node, value)
+    if value.expr is None:
+        return node
+    zero, used = const(0, "i64"), free_axes(value.expr)
+    idx = tuple(i if a in used else zero for a, i in zip(value.axes, node.index, strict=True))
+    return load(node.source, idx, node.dtype)
+
+
+def _live(values: tuple[Value, ...], outputs: tuple[str, ...]) -> tuple[Value, ...]:
+    """The values something needs: outputs, and what they and extern values read."""
+    needed = set(outputs)
+    kept = []
+    for v in reversed(values):
+        if v.name in needed:
+            kept.append(v)
+            needed.update(v.reads)
+    return tuple(reversed(kept))
+
+
+def root_of(program: Program, name: str) -> str:
+    """The value that `name` views, directly or not; itself if it is no view."""
+    while program.by_name[name].is_view:
+        name = program.by_name[name].reads[0]
+    return name

@@ -1,0 +1,296 @@
+"""Streaming: dependent reductions over one axis become accumulators of one loop, where the laws allow.
+
+Every sum of exp(a(x) + b(r))·… is kept as Σ exp(a - max a)·… about its own running maximum, so no
+exponent is ever positive; what moved is multiplied in afterwards. Where no law takes a moving value
+out of a reduction's body, the reduction waits for a later pass over the axis (recomputing, in linear
+memory) in which that value is final.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..build import cast, op, select, substitute
+from ..dtype import is_float
+from ..expr import Axis, Expr, Reduce, Ref, const, free_axes, index, reductions, ref, walk
+from ..laws import Nonseparable, Scope, Term, non_negative, positive_factor, separate, split_sum
+from ..plan import Accumulator, Anchor, Loop, Step, Store
+from .fuse import Fused
+
+# Reductions up to this extent that contain no other are taken whole, without a loop.
+MAX_COVERED = 256
+
+
+@dataclass
+class _Pass:
+    axis: Axis
+    steps: list[Step] = field(default_factory=list)
+
+
+@dataclass
+class _Streams:
+    """The loops under construction; `home` tells in which pass a reference is computed."""
+
+    compute: str
+    parallel: tuple[Axis, ...]
+    passes: list[_Pass] = field(default_factory=list)
+    home: dict[str, int] = field(default_factory=dict)
+    known: dict[tuple, str] = field(default_factory=dict)
+    positive: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+
+def parallel_axes(fused: Fused) -> tuple[Axis, ...]:
+    """The axes of a kernel's outputs that its expressions depend on, in the order of the outputs."""
+    return tuple(dict.fromkeys(a for o in fused.outputs for a in o.axes))
+
+
+def stream(fused: Fused, compute: str) -> tuple[tuple[Loop, ...], tuple[Store, ...], tuple[str, ...]]:
+    """Reductions → (loops of accumulators with corrections, stores in their terms, notes)."""
+    state = _Streams(compute, parallel_axes(fused))
+    final: dict[Expr, Expr] = {}
+    stores = []
+    for out in fused.outputs:
+        for r in streamed(out.expr, state.parallel):
+            if r not in final:
+                final[r] = _place(r, substitute(r.body, {}, final), state)
+        stores.append(Store(out.name, out.axes, out.dtype, substitute(out.expr, {}, final)))
+    loops = tuple(Loop(p.axis, tuple(p.steps)) for p in state.passes)
+    return loops, tuple(stores), tuple(state.notes)
+
+
+def streamed(e: Expr, parallel: tuple[Axis, ...]) -> list[Reduce]:
+    """The reductions of `e` that need a loop, inner first: one value per index of the parallel axes."""
+    own = frozenset(parallel)
+    return [r for r in reductions(e) if free_axes(r) <= own and not is_covered(r)]
+
+
+def is_covered(r: Reduce) -> bool:
+    """Whether a reduction is small and plain enough to be taken whole."""
+    return r.axis.extent <= MAX_COVERED and not reductions(r.body)
+
+
+def _place(r: Reduce, body: Expr, state: _Streams) -> Expr:
+    """Put a reduction into the earliest pass that can hold it; its final value in terms of references."""
+    refs = {n.name for n in walk(body) if isinstance(n, Ref)}
+    first = max((state.home[n] for n in refs), default=0)
+    refused = ""
+    for n in itertools.count(first):
+        if n == len(state.passes):
+            state.passes.append(_Pass(Axis(f"j{n}", r.axis.extent)))
+        loop = state.passes[n]
+        if loop.axis.extent != r.axis.extent:
+            continue
+        running = frozenset(name for name in refs if state.home[name] == n)
+        scope = Scope(loop.axis, running, state.compute)
+        try:
+            value = _reduce(r, substitute(body, {r.axis: index(loop.axis)}), n, scope, state)
+        except Nonseparable as reason:
+            refused = f"a {r.kind} over {r.axis.extent} takes another pass: {reason}"
+            continue
+        if refused:
+            state.notes.append(refused)
+        return value
+    raise AssertionError("unreachable")
+
+
+def _reduce(r: Reduce, body: Expr, n: int, scope: Scope, state: _Streams) -> Expr:
+    if r.kind == "sum":
+        terms = separate(body, scope) if scope.moves(body) else _plain(body, scope)
+        values = [_term(t, r, n, scope, state) for t in terms]
+        out = values[0]
+        for v in values[1:]:
+            out = scope.op("add", out, v)
+        return out
+    if r.kind in ("max", "min"):
+        return _extreme(r, body, n, scope, state)
+    if scope.moves(body):
+        raise Nonseparable(f"`{r.kind}` of a moving value")
+    return _accumulate(r.kind, body, r.dtype, None, None, n, state)
+
+
+def _plain(body: Expr, scope: Scope) -> list[Term]:
+    """A body that does not move, with the factors free of the loop axis hoisted."""
+    hoisted, kept = [], []
+    stack = [body]
+    while stack:
+        e = stack.pop()
+        if getattr(e, "name", "") == "mul" and any(not scope.varies(a) for a in e.args):  # type: ignore[union-attr]
+            stack += e.args  # type: ignore[union-attr]
+        elif scope.varies(e):
+            kept.append(e)
+        else:
+            hoisted.append(e)
+    one = scope.const(1.0)
+    for h in hoisted:
+        one = scope.op("mul", one, cast(h, scope.dtype))
+    return [Term(one, factors=tuple(kept))]
+
+
+def _term(t: Term, r: Reduce, n: int, scope: Scope, state: _Streams) -> Expr:
+    """The sum of one term over the loop axis, as final value."""
+    scale = t.hoisted
+    anchor: tuple[Ref, Expr] | None = None
+    weight: Expr | None = None
+    if t.exponent is not None:
+        # exp(c·x - c·max x) as a power of two: one multiplication and one instruction on a GPU.
+        core, factor = positive_factor(t.exponent)
+        peak = _accumulate("max", core, scope.dtype, None, None, n, state)
+        assert isinstance(peak, Ref)
+        base = scope.const(factor * math.log2(math.e))
+        anchor = peak, base
+        guard = _guard(peak, scope.dtype)
+        weight = scope.op("exp2", scope.op("sub", scope.op("mul", core, base), scope.op("mul", guard, base)))
+        reference = scope.op("mul", guard, scope.const(factor))
+        offset = reference if t.offset is None else scope.op("add", reference, t.offset)
+        scale = scope.op("mul", scale, scope.op("exp", offset))
+    elif t.offset is not None:
+        scale = scope.op("mul", scale, scope.op("exp", t.offset))
+    for f in t.factors:
+        weight = f if weight is None else op("mul", weight, f, dtype=f.dtype)
+    value = _shifted(t, weight, anchor, r, n, scope, state)
+    value = scope.op("mul", scale, value)
+    for gate in t.gates:
+        value = select(gate, value, scope.const(0.0))
+    return value
+
+
+def _shifted(
+    t: Term, weight: Expr | None, anchor: tuple[Ref, Expr] | None, r: Reduce, n: int, scope: Scope, state: _Streams
+) -> Expr:
+    """Σ weight · Π (a + b) about the running b's, moved to their final values (binomial expansion)."""
+    if weight is None and not t.shifts:
+        return scope.const(float(r.axis.extent))
+    anchors = [_anchor(s.moving, n, scope, state) for s in t.shifts]
+    which = range(len(t.shifts))
+    sums: dict[tuple[int, ...], Expr] = {}
+    for size in range(len(t.shifts) + 1):
+        for subset in itertools.combinations(which, size):
+            update = weight if weight is not None else scope.const(1.0)
+            for k in subset:
+                update = scope.op("mul", update, scope.op("add", t.shifts[k].varying, anchors[k]))
+            if not scope.varies(update):
+                sums[subset] = scope.op("mul", update, scope.const(float(r.axis.extent)))
+                continue
+
+            def moved(name: str, subset: tuple[int, ...] = subset) -> Expr:
+                own = ref(f"{name}.old", _axes_of(update, state), scope.dtype)  # noqa: B023
+                total: Expr = own
+                for smaller, value in list(sums.items()):
+                    if set(smaller) < set(subset):
+                        term: Expr = _old(value)
+                        for k in set(subset) - set(smaller):
+                            step = scope.op("sub", anchors[k], _old(anchors[k]))
+                            term = scope.op("mul", term, step)
+                        total = scope.op("add", total, term)
+                return total
+
+            correct = moved if subset else None
+            sums[subset] = _accumulate("sum", update, r.dtype, anchor, correct, n, state)
+    value = sums[tuple(which)]
+    for subset, part in sums.items():
+        if len(subset) < len(t.shifts):
+            for k in set(which) - set(subset):
+                part = scope.op("mul", part, scope.op("sub", t.shifts[k].moving, anchors[k]))
+            value = scope.op("add", value, part)
+    return value
+
+
+def _old(e: Expr) -> Expr:
+    """The value of a reference before the current tile."""
+    if isinstance(e, Ref):
+        return ref(f"{e.name}.old", e.axes, e.dtype)
+    return e
+
+
+def _anchor(value: Expr, n: int, scope: Scope, state: _Streams) -> Expr:
+    key = ("anchor", n, value)
+    if key not in state.known:
+        name = f"c{sum(k[0] == 'anchor' for k in state.known)}"
+        state.known[key] = name
+        state.home[name] = n
+        state.passes[n].steps.append(Anchor(name, _axes_of(value, state), value))
+    return ref(state.known[key], _axes_of(value, state), scope.dtype)
+
+
+def _extreme(r: Reduce, body: Expr, n: int, scope: Scope, state: _Streams) -> Expr:
+    """max or min of a body: + distributes, non-negative factors commute, exp is increasing."""
+    if not scope.moves(body):
+        return _peak(r, body, n, scope, state)
+    name = getattr(body, "name", "")
+    args: tuple[Expr, ...] = getattr(body, "args", ())
+    if name == "exp":
+        return scope.op("exp", _extreme(r, args[0], n, scope, state))  # type: ignore
+    if name in ("mul", "div"):
+        for k in (0, 1) if name == "mul" else (0,):
+            factor = args[1 - k]
+            if not scope.varies(factor) and non_negative(factor, frozenset(state.positive)):
+                return scope.op(name, _extreme(r, args[k], n, scope, state), factor)
+    varying, moving = split_sum(body, scope)
+    assert varying is not None
+    peak = _peak(r, varying, n, scope, state)
+    return peak if moving is None else scope.op("add", peak, moving)
+
+
+def _peak(r: Reduce, body: Expr, n: int, scope: Scope, state: _Streams) -> Expr:
+    """max or min of a body that does not move, a positive constant factor taken out of it."""
+    core, factor = positive_factor(body) if is_float(body.dtype) and r.kind == "max" else (body, 1.0)
+    peak = _accumulate(r.kind, core, r.dtype, None, None, n, state)
+    return peak if factor == 1.0 else scope.op("mul", peak, scope.const(factor))
+
+
+def _accumulate(
+    kind: str,
+    update: Expr,
+    dtype: str,
+    anchor: tuple[Ref, Expr] | None,
+    moved: Callable[[str], Expr] | None,
+    n: int,
+    state: _Streams,
+) -> Expr:
+    """The reference to the accumulator with this update, made if it is new.
+
+    Args:
+      anchor: the maximum its weights are taken about, and their base as a factor of the exponent of 2.
+      moved: its old value after the references of its shifts moved, given its name.
+    """
+    axes = _axes_of(update, state)
+    held = "bool" if kind in ("any", "all") else state.compute if is_float(update.dtype) else update.dtype
+    key = (kind, n, update, dtype, anchor, moved is not None)
+    if key in state.known:
+        return ref(state.known[key], axes, held)
+    letter = "m" if kind in ("max", "min") else "a"
+    name = f"{letter}{sum(v[0] == letter for v in state.known.values())}"
+    state.known[key] = name
+    state.home[name] = n
+    if kind == "sum" and non_negative(update, frozenset(state.positive)):
+        state.positive.add(name)
+    old = moved(name) if moved else None
+    if anchor is not None:
+        peak, base = anchor
+        before = ref(f"{peak.name}.old", peak.axes, state.compute)
+        own = old if old is not None else ref(f"{name}.old", axes, held)
+        old = op("mul", own, _factor(before, peak, base, state.compute), dtype=held)
+        state.notes.append(f"{name} is taken about {peak.name}, and multiplied when {peak.name} moves")
+    state.passes[n].steps.append(Accumulator(name, kind, axes, update, dtype, old))
+    return ref(name, axes, held)
+
+
+def _factor(before: Expr, after: Expr, base: Expr, dtype: str) -> Expr:
+    """2 ** (base · (before - after)), 0 where nothing finite has been seen before."""
+    difference = op("sub", before, _guard(after, dtype), dtype=dtype)
+    return op("exp2", op("mul", difference, base, dtype=dtype), dtype=dtype)
+
+
+def _guard(peak: Expr, dtype: str) -> Expr:
+    """A maximum as reference: 0 in place of -inf, so that -inf - reference stays -inf."""
+    low = const(-math.inf, dtype)
+    return select(op("eq", peak, low, dtype="bool"), const(0.0, dtype), peak)
+
+
+def _axes_of(e: Expr, state: _Streams) -> tuple[Axis, ...]:
+    free = free_axes(e)
+    return tuple(a for a in state.parallel if a in free)

@@ -1,0 +1,63 @@
+"""schedule(): the passes in order, on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .dtype import compute_dtype
+from .passes.build_plan import build_plan
+from .passes.cut import cut
+from .passes.fuse import fuse
+from .passes.grow_regions import Region, Rejected, grow_regions
+from .passes.resolve_views import resolve_views
+from .passes.split_reductions import split_reductions
+from .passes.stream import stream
+from .plan import KernelPlan
+from .program import Program
+from .target import HOPPER, Target
+from .text import fused_text, growth_text, plan_text, program_text
+
+Record = Callable[[str, str], None]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What becomes of a Program.
+
+    Attributes:
+      program: the Program with views resolved.
+      regions: the fused regions; their `outputs` are computed by `kernels`, the rest stays with PyTorch.
+      kernels: for each region, its kernels in order.
+      rejected: blow-ups that stay with PyTorch, and why.
+    """
+
+    program: Program
+    regions: tuple[Region, ...]
+    kernels: tuple[tuple[KernelPlan, ...], ...]
+    rejected: tuple[Rejected, ...]
+
+
+def schedule(program: Program, target: Target = HOPPER, record: Record = lambda stage, text: None) -> Schedule:
+    """Run all passes; `record(stage, text)` receives the IR after each."""
+    record("program", program_text(program))
+    program = resolve_views(program)
+    record("resolve_views", program_text(program))
+    growth = grow_regions(program)
+    record("grow_regions", growth_text(growth))
+    compute = compute_dtype([v.dtype for v in program.values if v.axes])
+    kernels = []
+    for n, region in enumerate(growth.regions):
+        plans: list[KernelPlan] = []
+        for fused in fuse(program, region):
+            record("fuse", fused_text(fused))
+            fused = split_reductions(fused)
+            record("split_reductions", fused_text(fused))
+            for part in cut(fused, f"r{n}_{len(plans)}"):
+                record("cut", fused_text(part))
+                loops, stores, notes = stream(part, compute)
+                plan = build_plan(f"r{n}_k{len(plans)}", part, loops, stores, notes, compute, target)
+                record("plan", plan_text(plan))
+                plans.append(plan)
+        kernels.append(tuple(plans))
+    return Schedule(program, growth.regions, tuple(kernels), growth.rejected)

@@ -1,0 +1,124 @@
+"""The schedule IR: a KernelPlan says what one kernel does, in no backend's terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from .expr import Axis, Expr
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """A running reduction over the loop axis.
+
+    At each tile of the loop: value = correct ⊕ (⊕ over the tile of update), from `identity` on.
+
+    Attributes:
+      name: the Ref that stands for its value; `<name>.old` is the value before the current tile.
+      kind: sum, max, min, prod, any or all.
+      axes: its axes, all of them parallel.
+      update: what one index of the loop axis contributes, given the values of this tile's earlier steps.
+      dtype: for a sum of products, the type in which the factors are multiplied.
+      correct: the old value after the references it was taken against moved, in terms of `<ref>.old`
+        and `<ref>`; None if it never needs to.
+    """
+
+    name: str
+    kind: str
+    axes: tuple[Axis, ...]
+    update: Expr
+    dtype: str
+    correct: Expr | None
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A finite reference that follows `value` while the loop runs; it keeps its last finite value."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    value: Expr
+
+
+Step = Accumulator | Anchor
+
+
+@dataclass(frozen=True)
+class Interior:
+    """The part of a loop that masks let through whole: from `lower` up to `upper` (bounds as in Loop)."""
+
+    lower: Expr | None
+    upper: Expr | None
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop over `axis`, running `steps` in order at each tile.
+
+    `lower` and `upper` bound the indices that can contribute, as scalar expressions of `<axis>.first`
+    and `<axis>.last`, the ends of the current tile of a grid axis; None where nothing is known.
+    Tiles inside of `interior` take its steps, which differ only by masks left out.
+    """
+
+    axis: Axis
+    steps: tuple[Step, ...]
+    lower: Expr | None = None
+    upper: Expr | None = None
+    interior: Interior | None = None
+
+
+@dataclass(frozen=True)
+class Store:
+    """An output: its elements over `axes` (its dimensions in order), from final accumulators and operands."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    dtype: str
+    expr: Expr
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Everything that changes speed and not meaning.
+
+    Attributes:
+      tiles: side of the tile of each grid and loop axis; 1 for axes taken one index at a time.
+      warps: warps of a program.
+      stages: depth of the software pipeline of the loops.
+    """
+
+    tiles: tuple[tuple[Axis, int], ...]
+    warps: int = 4
+    stages: int = 2
+
+    def tile(self, axis: Axis) -> int | None:
+        """Side of the tile along `axis`, None if it was not chosen here."""
+        return dict(self.tiles).get(axis)
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """One kernel: a program for each tile of the grid axes runs the loops, then stores.
+
+    Attributes:
+      name: unique in its schedule.
+      grid: parallel axes; those whose tile covers them whole take no grid dimension.
+      features: the grid axes that the costly part of the loops does not depend on, taken whole.
+      loops: passes over loop axes, in order; later ones may use earlier results.
+      stores: the outputs.
+      choices: tile sizes and the like.
+      notes: what the scheduler decided and why, for fl.explain.
+    """
+
+    name: str
+    grid: tuple[Axis, ...]
+    features: tuple[Axis, ...]
+    loops: tuple[Loop, ...]
+    stores: tuple[Store, ...]
+    compute: str
+    choices: Choices = field(default_factory=lambda: Choices(()))
+    notes: tuple[str, ...] = ()
+
+    def with_choices(self, choices: Choices) -> KernelPlan:
+        return replace(self, choices=choices)

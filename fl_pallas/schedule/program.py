@@ -1,0 +1,82 @@
+"""The Program: one value per tensor of the captured graph, each a pure expression over its axes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..errors import SourceLoc
+from .expr import Axis, Expr, loads
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the program.
+
+    Attributes:
+      name: unique in the program (the FX node's name).
+      axes: its dimensions, outermost first.
+      dtype: PyTorch's element type.
+      expr: its elements over `axes`, reading other values by Load; None for graph inputs and for
+        `extern` values, which PyTorch computes.
+      op: the operation that made it, for messages ("aten.bmm"); "input" for graph inputs.
+      reads: names of the values it is computed from.
+      why: for extern values, why it has no expression.
+      projection: a product with a weight (linear, addmm) that belongs to PyTorch unless fed by a blow-up.
+      where: the user's source line.
+    """
+
+    name: str
+    axes: tuple[Axis, ...]
+    dtype: str
+    expr: Expr | None = None
+    op: str = "input"
+    reads: tuple[str, ...] = ()
+    why: str = ""
+    projection: bool = False
+    where: SourceLoc | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(a.extent for a in self.axes)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the value only renames indices of one other value."""
+        return self.expr is not None and type(self.expr).__name__ == "Load"
+
+
+@dataclass(frozen=True)
+class Program:
+    """Values in execution order, and the names of those that are returned."""
+
+    values: tuple[Value, ...]
+    outputs: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def by_name(self) -> dict[str, Value]:
+        return {v.name: v for v in self.values}
+
+    @cached_property
+    def users(self) -> dict[str, tuple[str, ...]]:
+        """For each value, the names of the values that read it."""
+        users: dict[str, list[str]] = {v.name: [] for v in self.values}
+        for v in self.values:
+            for r in v.reads:
+                users[r].append(v.name)
+        return {k: tuple(u) for k, u in users.items()}
+
+
+def value_axes(shape: tuple[int, ...]) -> tuple[Axis, ...]:
+    """The axes a0, a1, … of a value of this shape."""
+    return tuple(Axis(f"a{i}", n) for i, n in enumerate(shape))
+
+
+def reads_of(expr: Expr) -> tuple[str, ...]:
+    """Names of the values `expr` loads, in order of first use."""
+    return tuple(dict.fromkeys(n.source for n in loads(expr)))

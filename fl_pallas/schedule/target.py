@@ -1,0 +1,26 @@
+"""Plain numbers of a device, for the choices pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU as the scheduler sees it.
+
+    Attributes:
+      name: for messages.
+      registers: 32-bit registers of one thread that a kernel may use.
+      shared_bytes: shared memory of one program, bytes.
+      processors: streaming multiprocessors.
+    """
+
+    name: str
+    registers: int = 255
+    shared_bytes: int = 227 * 1024
+    processors: int = 132
+
+
+HOPPER = Target("sm_90")
+AMPERE = Target("sm_80", shared_bytes=163 * 1024, processors=108)

@@ -1,0 +1,157 @@
+"""The only printer of the IRs, from expressions to KernelPlans: short, stable text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from .expr import Axis, Const, Expr, Index, Load, Op, Reduce, Ref, children, free_axes, walk
+from .plan import Anchor, KernelPlan, Step
+from .program import Program, Value
+
+if TYPE_CHECKING:
+    from .passes.fuse import Fused
+    from .passes.grow_regions import Growth
+
+_INFIX = {
+    "add": ("+", 4), "sub": ("-", 4), "mul": ("*", 5), "div": ("/", 5), "floordiv": ("//", 5), "mod": ("%", 5),
+    "lt": ("<", 3), "le": ("<=", 3), "gt": (">", 3), "ge": (">=", 3), "eq": ("==", 3), "ne": ("!=", 3),
+    "and": ("&", 2), "or": ("|", 1),
+}  # fmt: skip
+
+
+def expr_text(e: Expr, names: Mapping[Expr, str] | None = None) -> str:
+    """`e` as one line, reductions as sum[r64](body); nodes in `names` as their names."""
+    return _text(e, names or {})[0]
+
+
+def _text(e: Expr, names: Mapping[Expr, str]) -> tuple[str, int]:
+    """The text of `e`, and how tightly it binds."""
+    if e in names:
+        return names[e], 9
+    if isinstance(e, Const):
+        return (f"{e.value:g}" if isinstance(e.value, float) else str(e.value)), 9
+    if isinstance(e, Index):
+        return e.axis.name, 9
+    if isinstance(e, Load):
+        return f"{e.source}[{', '.join(expr_text(i, names) for i in e.index)}]", 9
+    if isinstance(e, Ref):
+        return e.name, 9
+    if isinstance(e, Reduce):
+        return f"{e.kind}[{e.axis.name}]({expr_text(e.body, names)})", 9
+    if e.name in _INFIX:
+        sign, level = _INFIX[e.name]
+        left, right = _text(e.args[0], names), _text(e.args[1], names)
+        a = left[0] if left[1] >= level else f"({left[0]})"
+        b = right[0] if right[1] > level else f"({right[0]})"
+        return f"{a} {sign} {b}", level
+    if e.name == "neg":
+        inner = _text(e.args[0], names)
+        return f"-{inner[0] if inner[1] > 5 else f'({inner[0]})'}", 6
+    if e.name == "cast":
+        return f"{e.dtype}({expr_text(e.args[0], names)})", 9
+    return f"{e.name}({', '.join(expr_text(a, names) for a in e.args)})", 9
+
+
+def shared(exprs: Iterable[Expr]) -> dict[Expr, str]:
+    """Names t0, t1, … for the larger expressions that several places use, in order of evaluation."""
+    uses: Counter[Expr] = Counter()
+    order: dict[Expr, None] = {}
+    for e in exprs:
+        uses[e] += 1
+        for node in walk(e):
+            if node not in order:
+                order[node] = None
+                uses.update(children(node))
+    large = (n for n in order if isinstance(n, (Op, Reduce)) and uses[n] > 1 and free_axes(n))
+    return {n: f"t{i}" for i, n in enumerate(n for n in large if sum(1 for _ in walk(n)) > 3)}
+
+
+def axes_text(axes: tuple[Axis, ...]) -> str:
+    return "[" + ", ".join(f"{a.name}:{a.extent}" for a in axes) + "]"
+
+
+def value_text(v: Value) -> str:
+    """One line: name[axes]: dtype = expression   # op, user's line."""
+    body = expr_text(v.expr) if v.expr is not None else v.op + (f"({', '.join(v.reads)})" if v.reads else "")
+    where = f"  # {v.op}" + (f" {v.where.file.rsplit('/', 1)[-1]}:{v.where.line}" if v.where else "")
+    return f"{v.name}{axes_text(v.axes)}: {v.dtype} = {body}" + (where if v.expr is not None else "")
+
+
+def program_text(p: Program) -> str:
+    """The Program, one value a line, then what it returns."""
+    return "\n".join([*map(value_text, p.values), f"return {', '.join(p.outputs)}"])
+
+
+def growth_text(growth: Growth) -> str:
+    """Regions with their members and outputs, then the rejected blow-ups."""
+    lines = [f"region {n}: {', '.join(r.members)} -> {', '.join(r.outputs)}" for n, r in enumerate(growth.regions)]
+    lines += [f"rejected {r.value.name} ({r.nbytes} bytes): {r.blocker.op}: {r.why}" for r in growth.rejected]
+    return "\n".join(lines) or "no region"
+
+
+def fused_text(fused: Fused) -> str:
+    """One line per output."""
+    return "\n".join(f"{o.name}{axes_text(o.axes)}: {o.dtype} = {expr_text(o.expr)}" for o in fused.outputs)
+
+
+def plan_text(plan: KernelPlan) -> str:
+    """The KernelPlan: grid, loops with their steps, stores."""
+    tile = plan.choices.tile
+    grid = ", ".join(f"{a.name}:{a.extent}/{tile(a)}" for a in plan.grid)
+    choices = f"{plan.choices.warps} warps, {plan.choices.stages} stages"
+    lines = [f"kernel {plan.name}", f"  grid [{grid}]  compute {plan.compute}  {choices}"]
+    for loop in plan.loops:
+        low = expr_text(loop.lower) if loop.lower is not None else "0"
+        high = expr_text(loop.upper) if loop.upper is not None else str(loop.axis.extent)
+        lines.append(f"  for {loop.axis.name} in {low} .. {high} by {tile(loop.axis)}  (of {loop.axis.extent})")
+        if loop.interior is not None:
+            low = expr_text(loop.interior.lower) if loop.interior.lower is not None else "0"
+            high = expr_text(loop.interior.upper) if loop.interior.upper is not None else str(loop.axis.extent)
+            lines.append(f"    # no masks in {low} .. {high}")
+        lines += _steps_text(loop.steps)
+    names = shared(s.expr for s in plan.stores)
+    lines += _shared_text(names, "  ")
+    lines += [f"  store {s.name}{axes_text(s.axes)}: {s.dtype} = {expr_text(s.expr, names)}" for s in plan.stores]
+    return "\n".join([*lines, *(f"  # {n}" for n in plan.notes)])
+
+
+def _shared_text(names: dict[Expr, str], indent: str) -> list[str]:
+    # An expression is written out where it is named, from the names before it.
+    known: dict[Expr, str] = {}
+    lines = []
+    for e, name in names.items():
+        lines.append(f"{indent}{name} = {expr_text(e, known)}")
+        known[e] = name
+    return lines
+
+
+def _steps_text(steps: tuple[Step, ...]) -> list[str]:
+    """The steps of a loop; what they share is named just before its first use."""
+    exprs = [e for s in steps for e in _step_exprs(s)]
+    names = shared(exprs)
+    known: dict[Expr, str] = {}
+    lines = []
+    for step in steps:
+        used = {n for e in _step_exprs(step) for n in walk(e)}
+        for e, name in names.items():
+            if e in used and e not in known:
+                lines.append(f"    {name} = {expr_text(e, known)}")
+                known[e] = name
+        lines.append(f"    {_step_text(step, known)}")
+    return lines
+
+
+def _step_exprs(step: Step) -> list[Expr]:
+    if isinstance(step, Anchor):
+        return [step.value]
+    return [step.update] if step.correct is None else [step.correct, step.update]
+
+
+def _step_text(step: Step, names: Mapping[Expr, str]) -> str:
+    axes = ", ".join(a.name for a in step.axes)
+    if isinstance(step, Anchor):
+        return f"{step.name}[{axes}] follows {expr_text(step.value, names)}"
+    old = expr_text(step.correct, names) if step.correct is not None else f"{step.name}.old"
+    return f"{step.name}[{axes}] = {step.kind}({old}, {expr_text(step.update, names)})"

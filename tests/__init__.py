@@ -1,0 +1,1 @@
+"""The test suite; a package so that examples and benchmarks can import the corpus."""

