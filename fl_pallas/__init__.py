@@ -1,5 +1,6 @@
 """fl_pallas: attention written in plain PyTorch, compiled to fused Pallas kernels."""
 
+from . import cache
 from .api import compile, explain
 from .config import config
 from .errors import ConfigError, FallbackWarning, FlPallasError, InputError, Unsupported
@@ -12,6 +13,7 @@ __all__ = [
     "FlPallasError",
     "InputError",
     "Unsupported",
+    "cache",
     "compile",
     "config",
     "explain",

@@ -38,7 +38,12 @@ _building = threading.RLock()
 
 
 def compile(
-    fn: Any = None, *, fallback: str | None = None, road: str | None = None, interpret: bool | None = None
+    fn: Any = None,
+    *,
+    fallback: str | None = None,
+    road: str | None = None,
+    interpret: bool | None = None,
+    tune: int | None = None,
 ) -> Any:
     """Compile a function, method or nn.Module: fused kernels where its algebra allows, PyTorch elsewhere.
 
@@ -49,6 +54,8 @@ def compile(
       fallback: "torch" runs what cannot be fused in PyTorch, with one warning; "error" raises Unsupported.
       road: "auto", "dlpack" (through JAX's runtime) or "direct" (launched on PyTorch's stream).
       interpret: run kernels in Pallas's interpreter; by default only for CPU tensors.
+      tune: how many choices of tiles, warps and stages are compiled and timed by the first call; 0 takes
+        the model's pick.
       Settings that are None follow `fl.config` when a graph is compiled.
 
     Returns: a callable with the same arguments and results as `fn`.
@@ -56,7 +63,7 @@ def compile(
     Raises: ConfigError for a setting that is not allowed. Calls of the result raise InputError for
       arguments that PyTorch would refuse.
     """
-    given = {"fallback": fallback, "road": road, "interpret": interpret}
+    given = {"fallback": fallback, "road": road, "interpret": interpret, "tune": tune}
     config.merged(**given)
     if fn is None:
         return lambda f: compile(f, **given)
@@ -221,7 +228,7 @@ def _build_graph(
             big = max((made.program.by_name[m] for m in region.members), key=lambda v: v.numel)
             found.append(Fallback(refusal.what, refusal.why, big.where, big.numel * itemsize(big.dtype)))
             continue
-        launchers = [_launcher(plan, device, interpret, settings.road) for plan in plans]
+        launchers = [_launcher(plan, device, interpret, settings) for plan in plans]
         runners.append(RegionRunner(region, plans, launchers, [k.names for k in launchers]))
         regions.append(region)
         kernels.append(plans)
@@ -233,17 +240,17 @@ def _build_graph(
     return spliced, made, Counter(_left(spliced))
 
 
-def _launcher(plan: KernelPlan, device: torch.device, interpret: bool, road: str) -> DlpackKernel | DirectKernel:
+def _launcher(plan: KernelPlan, device: torch.device, interpret: bool, settings: Config) -> DlpackKernel | DirectKernel:
     """The road a kernel takes: direct wherever it can, unless the user chose.
 
     Raises: Unsupported if the user chose a road that does not lead to the device.
     """
     reason = unavailable(device)
-    if road == "direct" and reason is not None:
+    if settings.road == "direct" and reason is not None:
         raise Unsupported('road="direct"', reason)
-    if interpret or road == "dlpack" or reason is not None:
+    if interpret or settings.road == "dlpack" or reason is not None:
         return DlpackKernel(plan, interpret)
-    return DirectKernel(plan, device)
+    return DirectKernel(plan, device, settings.tune)
 
 
 def _left(gm: torch.fx.GraphModule) -> list[str]:

@@ -1,24 +1,44 @@
 """Process-wide settings, each declared once, also an environment variable, and checked when set.
 
-| setting     | variable       | values                 | meaning                                            |
-|-------------|----------------|------------------------|----------------------------------------------------|
-| `fallback`  | `FL_FALLBACK`  | torch, error           | run in PyTorch what cannot be fused, or raise      |
-| `road`      | `FL_ROAD`      | auto, dlpack, direct   | how kernels are launched                           |
-| `interpret` | `FL_INTERPRET` | auto, 0, 1             | Pallas's interpreter; auto: where there is no GPU  |
+| setting     | variable       | values               | meaning                                                  |
+|-------------|----------------|----------------------|----------------------------------------------------------|
+| `fallback`  | `FL_FALLBACK`  | torch, error         | run in PyTorch what cannot be fused, or raise            |
+| `road`      | `FL_ROAD`      | auto, dlpack, direct | how kernels are launched                                 |
+| `interpret` | `FL_INTERPRET` | auto, 0, 1           | Pallas's interpreter; auto: where there is no GPU        |
+| `tune`      | `FL_TUNE`      | a number             | choices timed for each kernel; 0: the model's pick       |
+| `cache`     | `FL_CACHE`     | a folder, off        | where compiled kernels are kept; empty: the user's cache |
+| `cache_mb`  | `FL_CACHE_MB`  | mebibytes            | how much of them is kept                                 |
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 from .errors import ConfigError
 
-_ALLOWED: dict[str, tuple[Any, ...]] = {
-    "fallback": ("torch", "error"),
-    "road": ("auto", "dlpack", "direct"),
-    "interpret": (None, False, True),
+_Check = tuple[str, Callable[[Any], bool]]
+
+
+def _one_of(*values: Any) -> _Check:
+    return f"one of {', '.join(map(repr, values))}", lambda v: any(
+        v is x or (v == x and type(v) is type(x)) for x in values
+    )
+
+
+def _count(most: int) -> _Check:
+    return f"a whole number up to {most}", lambda v: type(v) is int and 0 <= v <= most
+
+
+_ALLOWED: dict[str, _Check] = {
+    "fallback": _one_of("torch", "error"),
+    "road": _one_of("auto", "dlpack", "direct"),
+    "interpret": _one_of(None, False, True),
+    "tune": _count(64),
+    "cache": ("a folder or 'off'", lambda v: isinstance(v, str)),
+    "cache_mb": _count(2**20),
 }
 _TEXT = {"auto": None, "0": False, "1": True}
 
@@ -30,12 +50,16 @@ class Config:
     fallback: str = "torch"
     road: str = "auto"
     interpret: bool | None = None
+    tune: int = 6
+    cache: str = ""
+    cache_mb: int = 1024
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _ALLOWED:
             raise ConfigError(f"no setting is called {name!r}; there are {', '.join(_ALLOWED)}")
-        if value not in _ALLOWED[name]:
-            raise ConfigError(f"{name}={value!r}: expected one of {', '.join(map(repr, _ALLOWED[name]))}")
+        expected, allowed = _ALLOWED[name]
+        if not allowed(value):
+            raise ConfigError(f"{name}={value!r}: expected {expected}")
         super().__setattr__(name, value)
 
     def merged(self, **given: Any) -> Config:
@@ -52,12 +76,22 @@ def from_environment() -> Config:
 
     Raises: ConfigError.
     """
-    given = {f.name: os.environ[f"FL_{f.name.upper()}"] for f in fields(Config) if f"FL_{f.name.upper()}" in os.environ}
-    if "interpret" in given:
-        if given["interpret"] not in _TEXT:
-            raise ConfigError(f"FL_INTERPRET={given['interpret']!r}: expected one of {', '.join(_TEXT)}")
-        given["interpret"] = _TEXT[given["interpret"]]  # type: ignore[assignment]
-    return Config(**given)  # type: ignore[arg-type]
+    given: dict[str, Any] = {}
+    for f in fields(Config):
+        variable = f"FL_{f.name.upper()}"
+        text = os.environ.get(variable)
+        if text is None:
+            continue
+        given[f.name] = text
+        if f.name == "interpret":
+            if text not in _TEXT:
+                raise ConfigError(f"{variable}={text!r}: expected one of {', '.join(_TEXT)}")
+            given[f.name] = _TEXT[text]
+        elif f.type == "int":
+            if not text.isdecimal():
+                raise ConfigError(f"{variable}={text!r}: expected a whole number")
+            given[f.name] = int(text)
+    return Config(**given)
 
 
 def share_gpu_memory() -> None:

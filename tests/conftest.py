@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 
+import fl_pallas as fl
 from fl_pallas import api
 
 NO_GPU = "needs a CUDA GPU: torch.cuda.is_available() is False"
@@ -27,6 +28,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
+    fl.config.tune = 0  # a test that tunes says so
+    fl.config.cache = "off"
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
 

@@ -73,7 +73,7 @@ def unwarned() -> Iterator[None]:
 @pytest.fixture
 def settings() -> Iterator[fl.config.__class__]:
     """fl.config, put back afterwards."""
-    kept = {name: getattr(fl.config, name) for name in ("fallback", "road", "interpret")}
+    kept = {name: getattr(fl.config, name) for name in ("fallback", "road", "interpret", "tune", "cache", "cache_mb")}
     yield fl.config
     for name, value in kept.items():
         setattr(fl.config, name, value)
@@ -466,6 +466,9 @@ def test_config_is_checked(settings: Any) -> None:
     for name, value in (("fallback", "no"), ("road", 1), ("interpret", "auto")):
         with pytest.raises(fl.ConfigError, match=f"{name}=.*expected one of"):
             setattr(settings, name, value)
+    for name, value in (("tune", -1), ("tune", True), ("cache_mb", 1.5), ("cache", None)):
+        with pytest.raises(fl.ConfigError, match=f"{name}=.*expected a"):
+            setattr(settings, name, value)
     with pytest.raises(fl.ConfigError, match="no setting is called 'colour'"):
         settings.colour = "red"
 
@@ -500,20 +503,22 @@ def in_a_fresh_process(script: str, **environment: str) -> subprocess.CompletedP
 
 def test_environment() -> None:
     done = in_a_fresh_process(
-        "import fl_pallas as fl; print(fl.config)", FL_FALLBACK="error", FL_ROAD="dlpack", FL_INTERPRET="1"
+        "import fl_pallas as fl; print(fl.config)", FL_FALLBACK="error", FL_ROAD="dlpack", FL_INTERPRET="1", FL_TUNE="3"
     )
-    assert done.stdout.strip() == "Config(fallback='error', road='dlpack', interpret=True)", done.stderr
+    assert done.stdout.startswith("Config(fallback='error', road='dlpack', interpret=True, tune=3"), done.stderr
     done = in_a_fresh_process(CONFIG_ALONE)
-    assert done.stdout.strip() == "Config(fallback='torch', road='auto', interpret=None)", done.stderr
+    assert done.stdout.startswith("Config(fallback='torch', road='auto', interpret=None, tune="), done.stderr
     done = in_a_fresh_process(CONFIG_ALONE, FL_INTERPRET="auto")
-    assert done.stdout.strip() == "Config(fallback='torch', road='auto', interpret=None)", done.stderr
+    assert done.stdout.startswith("Config(fallback='torch', road='auto', interpret=None, tune="), done.stderr
 
 
-@pytest.mark.parametrize("name, value", [("FL_FALLBACK", "maybe"), ("FL_INTERPRET", "yes"), ("FL_ROAD", "")])
+@pytest.mark.parametrize(
+    "name, value", [("FL_FALLBACK", "maybe"), ("FL_INTERPRET", "yes"), ("FL_ROAD", ""), ("FL_TUNE", "-1")]
+)
 def test_bad_environment(name: str, value: str) -> None:
     done = in_a_fresh_process(CONFIG_ALONE, **{name: value})
     assert done.returncode != 0
-    assert "ConfigError" in done.stderr and value in done.stderr and "expected one of" in done.stderr
+    assert "ConfigError" in done.stderr and value in done.stderr and "expected" in done.stderr
 
 
 def test_direct_road_is_refused_plainly() -> None:

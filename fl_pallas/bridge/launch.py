@@ -6,6 +6,7 @@ JAX only writes the Triton IR down; its runtime is not involved, and its GPU bac
 from __future__ import annotations
 
 import importlib.util
+import statistics
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,16 +14,19 @@ from typing import Any
 
 import torch
 
+from .. import cache
 from ..capture.dtypes import torch_dtype
 from ..errors import Unsupported
 from ..kernels.lower import ALIGNMENT, Lowered, lower
 from ..kernels.triton import grid_size, operand_names
-from ..schedule.plan import KernelPlan
+from ..schedule.plan import Choices, KernelPlan, fingerprint
 from .dlpack import matmul_precision
 from .layout import spec_of, to_copy
 
 # Compiled versions of one kernel (shapes, strides, types, alignments, devices) kept at a time.
 MAX_VERSIONS = 64
+# Another choice than the model's pick must be this much faster, or its time is taken for noise.
+CLEARLY = 0.98
 OLDEST = (8, 0)
 
 
@@ -44,11 +48,13 @@ class _Launch:
 
     Attributes:
       run: triton's launcher: (grid, stream, function, metadata, hooks, pointers) → None.
+      programs: number of programs, along x.
       fixed: its arguments between stream and pointers.
-      kernel: keeps the loaded code alive; None for a kernel of no programs.
+      kernel: keeps the loaded code alive.
     """
 
     run: Callable[..., None]
+    programs: int
     fixed: tuple[Any, ...]
     kernel: Any
 
@@ -59,10 +65,12 @@ class DirectKernel:
     Args:
       plan: what to compute.
       device: where to run a kernel that has no operands.
+      tune: how many of the plan's choices are compiled and timed, by the first call of each layout;
+        with 0 or 1 the first that fits is taken.
     """
 
-    def __init__(self, plan: KernelPlan, device: torch.device | None = None):
-        self.plan, self.names = plan, operand_names(plan)
+    def __init__(self, plan: KernelPlan, device: torch.device | None = None, tune: int = 0):
+        self.plan, self.names, self.tune = plan, operand_names(plan), tune
         self._device = device
         self._programs = grid_size(plan)
         self._outputs = [(tuple(a.extent for a in s.axes), torch_dtype(s.dtype)) for s in plan.stores]
@@ -98,21 +106,24 @@ class DirectKernel:
         )
         version = self._versions.get(key)
         if version is None:
-            version = self._prepare(key, operands, pointers, index)
+            version = self._prepare(key, operands, index)
         pointers += [t.data_ptr() for t in results]
         if torch.cuda.current_device() == index:
-            version.run(self._programs, 1, 1, _stream(index), *version.fixed, *pointers)
+            version.run(version.programs, 1, 1, _stream(index), *version.fixed, *pointers)
         else:
             with torch.cuda.device(index):
-                version.run(self._programs, 1, 1, _stream(index), *version.fixed, *pointers)
+                version.run(version.programs, 1, 1, _stream(index), *version.fixed, *pointers)
         return results
 
-    def lowered(self, operands: Sequence[torch.Tensor]) -> Lowered:
+    def lowered(self, operands: Sequence[torch.Tensor], choices: Choices | None = None) -> Lowered:
         """The kernel's Triton IR for operands with these shapes, strides, types and addresses. Needs no GPU.
+
+        choices: instead of the plan's own.
 
         Raises: Unsupported.
         """
-        made = lower(self.plan, [spec_of(t) for t in operands], matmul_precision(False))
+        plan = self.plan if choices is None else self.plan.with_choices(choices)
+        made = lower(plan, [spec_of(t) for t in operands], matmul_precision(False))
         ours = [alignment(t.data_ptr()) for t in operands]
         return made.aligned([*ours, *[ALIGNMENT] * len(self._outputs)])
 
@@ -122,21 +133,52 @@ class DirectKernel:
             raise Unsupported(self.plan.name, "the direct road needs tensors on an NVIDIA GPU")
         return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
-    def _prepare(
-        self, key: tuple[Any, ...], operands: Sequence[torch.Tensor], pointers: Sequence[int], index: int
-    ) -> _Launch:
+    def _prepare(self, key: tuple[Any, ...], operands: Sequence[torch.Tensor], index: int) -> _Launch:
         with self._lock:
             found = self._versions.get(key)
             if found is not None:
                 return found
-            version = self._load(self.lowered(operands), index)
+            with cache.cubins():
+                version = self._built(operands, index)
             while len(self._versions) >= MAX_VERSIONS:
                 del self._versions[next(iter(self._versions))]
             self._versions[key] = version
             return version
 
+    def _built(self, operands: Sequence[torch.Tensor], index: int) -> _Launch:
+        """The kernel as it was kept on disk; else made under the choice that is fastest, or fits first."""
+        from ..kernels.fit import fitting  # here, for the package triton is not everywhere
+
+        major, minor = torch.cuda.get_device_capability(index)
+        capability = 10 * major + minor
+        # Nothing can be timed while a CUDA graph is recorded.
+        tune = 1 if torch.cuda.is_current_stream_capturing() else max(1, min(self.tune, 1 + len(self.plan.others)))
+        where = torch.cuda.get_device_name(index) if tune > 1 else capability
+        layout = [(spec_of(t), alignment(t.data_ptr())) for t in operands]
+        key = cache.key_of(fingerprint(self.plan), layout, torch.get_float32_matmul_precision(), where, tune)
+        kept = cache.read(key)
+        if kept is not None:
+            return self._load(Lowered.from_json(kept), index)
+        made = fitting(self.plan, lambda plan: self.lowered(operands, plan.choices), capability, tune)
+        launches = [self._load(f.lowered, index) for f in made]
+        best = 0 if len(made) == 1 else self._fastest(launches, operands, index)
+        cache.write(key, made[best].lowered.to_json())
+        return launches[best]
+
+    def _fastest(self, launches: Sequence[_Launch], operands: Sequence[torch.Tensor], index: int) -> int:
+        """Which launch takes least time on these operands; the first unless another is clearly faster."""
+        device = torch.device("cuda", index)
+        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
+        pointers = [t.data_ptr() for t in (*operands, *results)]
+        with torch.cuda.device(index):
+            times = [
+                milliseconds(lambda v=v: v.run(v.programs, 1, 1, _stream(index), *v.fixed, *pointers)) for v in launches
+            ]
+        best = min(range(len(times)), key=times.__getitem__)
+        return best if times[best] < CLEARLY * times[0] else 0
+
     def _load(self, lowered: Lowered, index: int) -> _Launch:
-        """Compile for the device `index` and load there."""
+        """Compile for the device `index`, unless Triton's cache has it, and load there."""
         from ..kernels.cubin import compile_kernel
 
         major, minor = torch.cuda.get_device_capability(index)
@@ -149,7 +191,26 @@ class DirectKernel:
             except Exception as e:  # out of shared memory, no C compiler, a driver too old, ...
                 raise Unsupported(lowered.name, f"cannot be loaded on {torch.cuda.get_device_name(index)}: {e}") from e
         # launch_metadata, launch_enter_hook, launch_exit_hook: profilers that hook into triton are not served.
-        return _Launch(run, (kernel.function, kernel.packed_metadata, None, None, None), kernel)
+        fixed = (kernel.function, kernel.packed_metadata, None, None, None)
+        return _Launch(run, lowered.programs, fixed, kernel)
+
+
+def milliseconds(launch: Callable[[], None]) -> float:
+    """Median time of a launch on the current device and stream."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def once(times: int) -> float:
+        start.record()
+        for _ in range(times):
+            launch()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / times
+
+    launch()
+    # Short kernels are launched several times between two events, or the launches would be timed.
+    repeat = max(1, min(20, int(0.5 / max(once(1), 1e-3))))
+    return statistics.median(once(repeat) for _ in range(5))
 
 
 def alignment(pointer: int) -> int:

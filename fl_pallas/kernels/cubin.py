@@ -50,7 +50,7 @@ def compile_kernel(lowered: Lowered, capability: int) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{lowered.name}.ttir"
         path.write_text(lowered.ttir)
-        options = {"num_warps": lowered.warps, "num_stages": lowered.stages}
+        options = {"num_warps": lowered.warps, "num_stages": lowered.stages, "enable_fp_fusion": True}
         try:
             return triton.compile(str(path), target=GPUTarget("cuda", capability, WARP), options=options)
         except Exception as e:  # LLVM, ptxas and MLIR each have their own

@@ -6,7 +6,7 @@ import contextlib
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -51,6 +51,13 @@ class Lowered:
     stages: int
     operands: tuple[str, ...]
     outputs: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, kept: dict[str, Any]) -> Lowered:
+        return cls(**{**kept, "operands": tuple(kept["operands"]), "outputs": tuple(kept["outputs"])})
 
     def aligned(self, alignments: Sequence[int]) -> Lowered:
         """The same kernel for pointers that are multiples of `alignments` bytes, one per pointer."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import hashlib
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 from .expr import Axis, Expr
 
@@ -107,7 +108,8 @@ class KernelPlan:
       features: the grid axes that the costly part of the loops does not depend on, taken whole.
       loops: passes over loop axes, in order; later ones may use earlier results.
       stores: the outputs.
-      choices: tile sizes and the like.
+      choices: tile sizes and the like; the scheduler's pick.
+      others: further choices worth trying, best first.
       notes: what the scheduler decided and why, for fl.explain.
     """
 
@@ -118,7 +120,27 @@ class KernelPlan:
     stores: tuple[Store, ...]
     compute: str
     choices: Choices = field(default_factory=lambda: Choices(()))
+    others: tuple[Choices, ...] = ()
     notes: tuple[str, ...] = ()
 
     def with_choices(self, choices: Choices) -> KernelPlan:
         return replace(self, choices=choices)
+
+
+def fingerprint(plan: KernelPlan) -> str:
+    """A digest of everything in a plan but its notes: the same in every process for the same plan."""
+    known: dict[int, str] = {}
+
+    def digest(x: object) -> str:
+        if isinstance(x, tuple):
+            return f"({','.join(map(digest, x))})"
+        if not is_dataclass(x):
+            return repr(x)
+        found = known.get(id(x))
+        if found is None:
+            # Nodes are shared: each is written once, and stands for itself by its digest.
+            text = ",".join(digest(getattr(x, f.name)) for f in fields(x))
+            found = known[id(x)] = hashlib.sha256(f"{type(x).__name__}({text})".encode()).hexdigest()
+        return found
+
+    return digest(replace(plan, notes=()))

@@ -24,3 +24,11 @@ class Target:
 
 HOPPER = Target("sm_90")
 AMPERE = Target("sm_80", shared_bytes=163 * 1024, processors=108)
+# Consumer chips of the same generations have less shared memory (CUDA C++ Programming Guide, compute capabilities).
+_SHARED = {86: 99 * 1024, 89: 99 * 1024, 120: 99 * 1024}
+
+
+def target_of(capability: int) -> Target:
+    """The target of a compute capability; 90 is sm_90."""
+    known = HOPPER if capability >= 90 else AMPERE
+    return Target(f"sm_{capability}", known.registers, _SHARED.get(capability, known.shared_bytes), known.processors)

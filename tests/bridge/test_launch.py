@@ -35,9 +35,11 @@ class Recorded(DirectKernel):
     def _place(self, operands: Sequence[Tensor]) -> torch.device:
         return CPU
 
-    def _load(self, lowered: Lowered, index: int) -> Any:
+    def _built(self, operands: Sequence[Tensor], index: int) -> Any:
+        lowered = self.lowered(operands)
         self.loads.append(lowered)
-        return launch._Launch(lambda *a: self.launches.append(a), ("function", "metadata", None, None, None), None)
+        fixed = ("function", "metadata", None, None, None)
+        return launch._Launch(lambda *a: self.launches.append(a), lowered.programs, fixed, None)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -15,25 +15,13 @@ import fl_pallas as fl
 from fl_pallas.bridge.dlpack import DlpackKernel, matmul_precision
 from fl_pallas.capture.dtypes import torch_dtype
 from fl_pallas.kernels.cubin import compile_ttir
+from fl_pallas.kernels.fit import SPILL, fitting
 from fl_pallas.kernels.lower import Lowered, lower_contiguous
 from fl_pallas.kernels.triton import operand_names
+from fl_pallas.schedule.plan import KernelPlan
 from tests.programs import BY_NAME, FUSED, Case
 
 SEQ = 257
-# Shared memory that one program may have, bytes.
-SHARED = {80: 163 * 1024, 90: 227 * 1024}
-# Bytes of spilled registers that a thread may have; a few, outside of the loop, do no harm.
-SPILL = 64
-# Kernels known to spill more. A tile read with rows of odd length goes element by element, and each
-# element's address takes two registers; 8 warps instead of 4 would do for all but the first two.
-SPILLS = {
-    "dense_bias": 1792,
-    "evoformer_row": 1792,
-    "relative_keys": 768,
-    "sdpa_bool_mask": 256,
-    "max_times": 192,
-    "head_dim_80": 320,  # float32 on sm_80: a head dim of 80 takes tiles of 128
-}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -45,8 +33,8 @@ def triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @functools.cache
-def lowered(name: str, dtype: torch.dtype) -> tuple[Lowered, ...]:
-    """The kernels of a case, as the CPU's scheduler makes them."""
+def kernels_of(name: str, dtype: torch.dtype) -> tuple[tuple[KernelPlan, Callable[[KernelPlan], Lowered]], ...]:
+    """The kernels of a case, as the CPU's scheduler makes them, and how each becomes Triton IR."""
     case = BY_NAME[name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DlpackKernel, "__call__", _not_run)  # only the plans are wanted
@@ -59,8 +47,18 @@ def lowered(name: str, dtype: torch.dtype) -> tuple[Lowered, ...]:
         for plan in graph.kernels:
             tensors |= {s.name: (tuple(a.extent for a in s.axes), s.dtype) for s in plan.stores}
             operands = [tensors[n] for n in operand_names(plan)]
-            found.append(lower_contiguous(plan, operands, matmul_precision(False)))
+            found.append((plan, functools.partial(_lower, operands)))
     return tuple(found)
+
+
+def _lower(operands: list[tuple[tuple[int, ...], str]], plan: KernelPlan) -> Lowered:
+    return lower_contiguous(plan, operands, matmul_precision(False))
+
+
+def lowered(name: str, dtype: torch.dtype) -> Lowered:
+    """The one kernel of a case under the scheduler's pick."""
+    ((plan, lower),) = kernels_of(name, dtype)
+    return lower(plan)
 
 
 def _not_run(kernel: DlpackKernel, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -76,35 +74,33 @@ def variant(case: Case) -> tuple[torch.dtype, int]:
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in FUSED])
 def test_compiles(case: Case) -> None:
     dtype, capability = variant(case)
-    kernels = lowered(case.name, dtype)
+    kernels = kernels_of(case.name, dtype)
     assert kernels or case.kernels is None
-    for kernel in kernels:
-        cubin = compile_ttir(kernel, capability)
-        what = f"{case.name} {kernel.name} on sm_{capability}"
-        assert cubin.binary.startswith(b"\x7fELF"), what
-        assert cubin.shared <= SHARED[capability], f"{what}: {cubin.shared} bytes of shared memory"
-        allowed = SPILLS.get(case.name, SPILL)
-        spilled = cubin.stack  # by itself, or pytest prints the whole cubin
-        assert spilled <= allowed, f"{what}: {cubin.registers} registers, {spilled} bytes spilled"
+    for plan, lower in kernels:
+        (made,) = fitting(plan, lower, capability)
+        what = f"{case.name} {plan.name} on sm_{capability}"
+        assert made.cubin.binary.startswith(b"\x7fELF"), what
+        spilled = made.cubin.stack  # by itself, or pytest prints the whole cubin
+        assert spilled <= SPILL, f"{what}: {made.cubin.registers} registers, {spilled} bytes spilled"
 
 
 @pytest.mark.parametrize("capability, instruction", [(80, "mma.sync"), (90, "wgmma.mma_async")])
 def test_uses_the_matrix_units(capability: int, instruction: str) -> None:
-    (kernel,) = lowered("vanilla", torch.bfloat16)
+    kernel = lowered("vanilla", torch.bfloat16)
     cubin = compile_ttir(kernel, capability)
     assert instruction in cubin.asm["ptx"]
     assert "cp.async.cg" in cubin.asm["ptx"], "no 16-byte asynchronous copies"
 
 
 def test_alignment_reaches_the_loads() -> None:
-    (kernel,) = lowered("vanilla", torch.bfloat16)
+    kernel = lowered("vanilla", torch.bfloat16)
     odd = kernel.aligned([2, 2, 2, 16])
     assert odd.ttir != kernel.ttir
     assert "cp.async.cg" not in compile_ttir(odd, 90).asm["ptx"]
 
 
 def test_refuses_what_does_not_compile() -> None:
-    (kernel,) = lowered("vanilla", torch.bfloat16)
+    kernel = lowered("vanilla", torch.bfloat16)
     broken = Lowered("module {", "broken", 1, 4, 2, (), ())
     with pytest.raises(fl.Unsupported, match="sm_90"):
         compile_ttir(broken, 90)

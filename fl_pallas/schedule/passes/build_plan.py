@@ -29,9 +29,11 @@ def build_plan(
     exprs: list[Expr] = [s.expr for s in stores]
     exprs += [s.update for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
     kinds = roles(parallel, loops, stores)
-    choices = choose(kinds, loops, stores, operand_bytes(exprs), target)
+    choices, *others = choose(kinds, loops, stores, operand_bytes(exprs), target)
     tiled = frozenset(a for a, n in choices.tiles if n > 1)
     used = frozenset().union(*(free_axes(e) for e in exprs), *(s.axes for s in stores))
     grid = tuple(a for a in parallel if a.extent > 1 and a in used)
     bounded = tuple(bound_loop(loop, tiled) for loop in loops)
-    return KernelPlan(name, grid, kinds.features, bounded, stores, compute, choices, tuple(dict.fromkeys(notes)))
+    return KernelPlan(
+        name, grid, kinds.features, bounded, stores, compute, choices, tuple(others), tuple(dict.fromkeys(notes))
+    )

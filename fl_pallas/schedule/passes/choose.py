@@ -87,8 +87,13 @@ NARROW = (
 REGISTERS = 192
 
 
-def choose(kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ...], bytes_: int, target: Target) -> Choices:
-    """Tile sides, warps and stages for a kernel: the first preference whose tiles fit the registers.
+def choose(
+    kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ...], bytes_: int, target: Target
+) -> tuple[Choices, ...]:
+    """Tile sides, warps and stages worth trying for a kernel, best first.
+
+    Those whose tiles fit the registers come first, in order of preference; narrower ones follow, should
+    the compiler need more registers than the model thinks.
 
     Args:
       kinds: the parallel axes by role.
@@ -108,15 +113,19 @@ def choose(kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ...], byt
     # float32 operands are split in two and multiplied three times; corrections of shifted sums add as much.
     intricate = len(loops) > 1 or any(isinstance(s, Anchor) for loop in loops for s in loop.steps)
     weight = 2.5 if bytes_ > 2 or intricate else 1
+    stages = 3 if bytes_ <= 2 else 2
+    fitting, narrower = [], []
     for row, column, warps in NARROW if bytes_ > 2 or intricate else wide + NARROW:
         tiles = dict(fixed)
         if kinds.row is not None:
             tiles[kinds.row] = min(row, max(MIN_TILE, power_of_two(kinds.row.extent)))
         for loop in loops:
             tiles[loop.axis] = min(column, max(MIN_TILE, power_of_two(loop.axis.extent)))
-        if weight * _registers(tiles, loops, stores) <= min(REGISTERS, target.registers) * 32 * warps:
-            break
-    return Choices(tuple(tiles.items()), warps=warps, stages=3 if bytes_ <= 2 else 2)
+        fits = weight * _registers(tiles, loops, stores) <= min(REGISTERS, target.registers) * 32 * warps
+        choices = Choices(tuple(tiles.items()), warps, stages)
+        (fitting if fits else narrower).append(choices)
+    last = narrower[-1:] if not fitting else []
+    return tuple(dict.fromkeys((*fitting, *last)))
 
 
 def _is_plain(loops: tuple[Loop, ...], fixed: dict[Axis, int], kinds: Roles) -> bool:

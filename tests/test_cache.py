@@ -1,0 +1,98 @@
+"""The cache on disk: entries come back whole, old ones go, broken ones and unwritable disks do no harm."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fl_pallas as fl
+from fl_pallas import cache
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    kept = fl.config.cache, fl.config.cache_mb
+    fl.config.cache = str(tmp_path / "cache")
+    yield tmp_path / "cache"
+    fl.config.cache, fl.config.cache_mb = kept
+
+
+def entries(place: Path) -> list[Path]:
+    return sorted(place.rglob("*.entry"))
+
+
+def test_an_entry_comes_back(place: Path) -> None:
+    assert cache.read("a") is None
+    cache.write("a", {"x": [1, "two"]})
+    assert cache.read("a") == {"x": [1, "two"]}
+    assert fl.cache.info().entries == 1 and 0 < fl.cache.info().bytes < 100
+    assert str(place) in str(fl.cache.info())
+    fl.cache.clear()
+    assert cache.read("a") is None and fl.cache.info().entries == 0
+
+
+def test_a_broken_entry_is_none(place: Path) -> None:
+    cache.write("a", {"x": 1})
+    entries(place)[0].write_text('{"x"')
+    assert cache.read("a") is None
+    cache.write("a", {"x": 2})
+    assert cache.read("a") == {"x": 2}
+
+
+def test_what_was_used_last_stays(place: Path) -> None:
+    fl.config.cache_mb = 1
+    text = "x" * 400_000
+    for age, name in ((30, "old"), (20, "used"), (10, "new")):
+        cache.write(name, {"text": text})
+        path = next(p for p in entries(place) if p.stem == name)
+        os.utime(path, (path.stat().st_mtime - age,) * 2)
+        if name == "used":
+            cache.read("used")
+    assert [p.stem for p in entries(place)] == ["new", "used"]
+    assert fl.cache.info().bytes <= 2**20
+
+
+def test_off(place: Path) -> None:
+    fl.config.cache = "off"
+    cache.write("a", {})
+    assert cache.read("a") is None and not place.exists()
+    assert str(fl.cache.info()) == "the cache is off"
+    fl.cache.clear()
+
+
+def test_a_disk_that_refuses(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    fl.config.cache = str(tmp_path / "file")
+    cache.write("a", {})
+    assert cache.read("a") is None
+
+
+WRITER = """
+import sys
+import fl_pallas as fl
+from fl_pallas import cache
+fl.config.cache, n = sys.argv[1], int(sys.argv[2])
+for k in range(200):
+    cache.write(f"k{k % 5}", {"by": n, "text": "x" * 5000})
+    entry = cache.read(f"k{k % 5}")
+    assert entry is not None and len(entry["text"]) == 5000, entry
+"""
+
+
+def test_several_processes(place: Path) -> None:
+    command = [sys.executable, "-c", WRITER, str(place)]
+    running = [subprocess.Popen([*command, str(n)], stderr=subprocess.PIPE, text=True) for n in range(3)]
+    for process in running:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+    assert len(entries(place)) == 5
+
+
+def test_a_key_knows_its_parts() -> None:
+    assert cache.key_of("a", 1) == cache.key_of("a", 1)
+    assert len({cache.key_of("a", 1), cache.key_of("a", 2), cache.key_of("a1"), cache.key_of("a", "b", 1)}) == 4
