@@ -100,8 +100,9 @@ def two_sums(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def any_and_count(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    high = _scores(q, k) > 2.0
-    return high.any(-1), high.sum(-1), _scores(q, k).softmax(-1) @ v
+    scores = _scores(q, k)
+    high = scores > 2.0
+    return high.any(-1), high.sum(-1), scores.softmax(-1) @ v
 
 
 def cache(sq: int, b: int = 2, h: int = 4, kv_heads: int | None = None, d: int = 32) -> Inputs:
@@ -134,14 +135,12 @@ def _cases(sq: int) -> tuple[Case, ...]:
         Case(f"decode_sink_{sq}", sink, _and(cache(sq), lambda g: g.normal(4)), 2),
         Case(f"decode_window_{sq}", window, cache(sq), 2),
         Case(f"decode_gqa_window_{sq}", gqa_window, grouped, 2),
-        Case(f"decode_lengths_{sq}", lengths, _and(cache(sq, b=3), lambda g: _filled(g)), 2),
+        Case(f"decode_lengths_{sq}", lengths, _and(cache(sq, b=3), _filled), 2),
         Case(f"decode_entropy_{sq}", with_entropy, cache(sq), 2),
         Case(f"decode_lse_{sq}", with_lse, cache(sq), 2),
         Case(f"decode_sigmoid_{sq}", sigmoid, cache(sq), 2),
-        Case(f"decode_max_plus_{sq}", max_plus, cache(sq, d=16), 2),
         Case(f"decode_two_sums_{sq}", two_sums, cache(sq), 2),
         Case(f"decode_any_and_count_{sq}", any_and_count, cache(sq), 2),
-        Case(f"decode_variance_{sq}", value_variance_centred, cache(sq, b=1, h=2, d=16), 2),
     )
 
 
@@ -150,4 +149,10 @@ def _filled(g: Draw) -> Tensor:
     return torch.tensor([5, g.seq, 0], device=g.device)
 
 
-CASES: tuple[Case, ...] = (*_cases(1), *_cases(4))
+CASES: tuple[Case, ...] = (
+    *_cases(1),
+    *_cases(4),
+    # The other number of queries does not blow up enough: PyTorch keeps it.
+    Case("decode_max_plus_1", max_plus, cache(1, d=16), 2),
+    Case("decode_variance_4", value_variance_centred, cache(4, b=1, h=2, d=16), 2),
+)
