@@ -67,6 +67,19 @@ def test_any_number_of_parts(name: str, parts: int, monkeypatch: pytest.MonkeyPa
     assert any(p.loops and p.loops[0].parts is not None for p in plans)
 
 
+def test_sums_without_weights_move_by_what_was_seen() -> None:
+    """sum(s - max s): when the maximum moves, so does every term so far, and no other."""
+
+    def spread(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = q @ k.mT
+        return (scores - scores.amax(-1, keepdim=True)).sum(-1), scores.softmax(-1) @ v
+
+    for sq in (1, 3):
+        shapes = (1, 2, sq, 16), (1, 2, SEQ, 16), (1, 2, SEQ, 16)
+        plans = check(spread, [torch.randn(s, dtype=torch.float64) for s in shapes], side=32)
+        assert len(plans) == 2
+
+
 def first_plan(fn, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> KernelPlan:
     return captured(fn, [torch.randn(s, dtype=dtype) for s in shapes]).made.kernels[0][0]
 
