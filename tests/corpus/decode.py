@@ -105,6 +105,12 @@ def any_and_count(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
     return high.any(-1), high.sum(-1), scores.softmax(-1) @ v
 
 
+def spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """How far the scores lie below their maximum: a sum that moves without a weight."""
+    scores = _scores(q, k)
+    return (scores - scores.amax(-1, keepdim=True)).sum(-1), scores.softmax(-1) @ v
+
+
 def cache(sq: int, b: int = 2, h: int = 4, kv_heads: int | None = None, d: int = 32) -> Inputs:
     """`sq` queries against a cache of g.seq keys and values."""
 
@@ -137,6 +143,7 @@ def _cases(sq: int) -> tuple[Case, ...]:
         Case(f"decode_gqa_window_{sq}", gqa_window, grouped, 2),
         Case(f"decode_lengths_{sq}", lengths, _and(cache(sq, b=3), _filled), 2),
         Case(f"decode_entropy_{sq}", with_entropy, cache(sq), 2),
+        Case(f"decode_spread_{sq}", spread, cache(sq), 2),
         Case(f"decode_lse_{sq}", with_lse, cache(sq), 2),
         Case(f"decode_sigmoid_{sq}", sigmoid, cache(sq), 2),
         Case(f"decode_two_sums_{sq}", two_sums, cache(sq), 2),

@@ -16,7 +16,7 @@ from tests.test_decode import LENGTHS
 DECODE = {case.name: case for case in CASES}
 COMPILED = (
     "decode_plain_1 decode_plain_4 decode_gqa_sdpa_1 decode_gqa_window_4 decode_alibi_4 decode_lengths_1 "
-    "decode_entropy_1 decode_two_sums_4 decode_softcap_1"
+    "decode_entropy_1 decode_two_sums_4 decode_softcap_1 decode_spread_4"
 ).split()
 
 
