@@ -9,10 +9,12 @@ from .dtype import compute_dtype
 from .passes.build_plan import build_plan
 from .passes.cut import cut
 from .passes.fuse import fuse
+from .passes.group_rows import group_rows
 from .passes.grow_regions import Region, Rejected, grow_regions
 from .passes.resolve_views import resolve_views
+from .passes.split_loop import split_loop
 from .passes.split_reductions import split_reductions
-from .passes.stream import stream
+from .passes.stream import parallel_axes, stream
 from .plan import KernelPlan
 from .program import Program
 from .target import HOPPER, Target
@@ -56,8 +58,10 @@ def schedule(program: Program, target: Target = HOPPER, record: Record = lambda 
             for part in cut(fused, f"r{n}_{len(plans)}"):
                 record("cut", fused_text(part))
                 loops, stores, notes = stream(part, compute)
-                plan = build_plan(f"r{n}_k{len(plans)}", part, loops, stores, notes, compute, target)
-                record("plan", plan_text(plan))
-                plans.append(plan)
+                parallel, loops, stores = group_rows(parallel_axes(part), loops, stores)
+                plan = build_plan(f"r{n}_k{len(plans)}", parallel, loops, stores, notes, compute, target)
+                for made in split_loop(plan, f"r{n}_k{len(plans) + 1}", target):
+                    record("plan", plan_text(made))
+                    plans.append(made)
         kernels.append(tuple(plans))
     return Schedule(program, growth.regions, tuple(kernels), growth.rejected)

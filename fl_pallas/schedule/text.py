@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from .expr import Axis, Const, Expr, Index, Load, Op, Reduce, Ref, children, free_axes, walk
-from .plan import Anchor, KernelPlan, Step
+from .plan import Anchor, KernelPlan, Step, Store
 from .program import Program, Value
 
 if TYPE_CHECKING:
@@ -105,7 +105,8 @@ def plan_text(plan: KernelPlan) -> str:
     for loop in plan.loops:
         low = expr_text(loop.lower) if loop.lower is not None else "0"
         high = expr_text(loop.upper) if loop.upper is not None else str(loop.axis.extent)
-        lines.append(f"  for {loop.axis.name} in {low} .. {high} by {tile(loop.axis)}  (of {loop.axis.extent})")
+        part = f", part {loop.parts.name} of {loop.parts.extent}" if loop.parts is not None else ""
+        lines.append(f"  for {loop.axis.name} in {low} .. {high} by {tile(loop.axis)}{part}  (of {loop.axis.extent})")
         if loop.interior is not None:
             low = expr_text(loop.interior.lower) if loop.interior.lower is not None else "0"
             high = expr_text(loop.interior.upper) if loop.interior.upper is not None else str(loop.axis.extent)
@@ -113,8 +114,14 @@ def plan_text(plan: KernelPlan) -> str:
         lines += _steps_text(loop.steps)
     names = shared(s.expr for s in plan.stores)
     lines += _shared_text(names, "  ")
-    lines += [f"  store {s.name}{axes_text(s.axes)}: {s.dtype} = {expr_text(s.expr, names)}" for s in plan.stores]
+    lines += [f"  store {s.name}{_place_text(s)}: {s.dtype} = {expr_text(s.expr, names)}" for s in plan.stores]
     return "\n".join([*lines, *(f"  # {n}" for n in plan.notes)])
+
+
+def _place_text(s: Store) -> str:
+    if not s.dims:
+        return axes_text(s.axes)
+    return "[" + ", ".join(f"{expr_text(i)}:{n}" for i, n in s.dims) + "]"
 
 
 def _shared_text(names: dict[Expr, str], indent: str) -> list[str]:

@@ -52,7 +52,7 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
     inner = [n for n in found if not loops or free_axes(n) & {loop.axis for loop in loops}]
 
     def reuse(a: Axis) -> tuple[int, int, int]:
-        return sum(_width(n) for n in inner if a not in free_axes(n)), a.extent, axes.index(a)
+        return sum(width(n) for n in inner if a not in free_axes(n)), a.extent, axes.index(a)
 
     row = max(rest, key=reuse, default=None)
     if row is not None and loops and reuse(row)[0] == 0:
@@ -60,7 +60,8 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
     return Roles(tuple(features), row, tuple(a for a in rest if a is not row))
 
 
-def _width(n: Load) -> int:
+def width(n: Load) -> int:
+    """Dimensions of a load that are more than one index."""
     return sum(1 for i in n.index if free_axes(i))
 
 

@@ -169,12 +169,10 @@ def _shifted(
     sums: dict[tuple[int, ...], Expr] = {}
     for size in range(len(t.shifts) + 1):
         for subset in itertools.combinations(which, size):
+            # Without a weight the empty product counts: what moves a sum is the number of indices seen so far.
             update = weight if weight is not None else scope.const(1.0)
             for k in subset:
                 update = scope.op("mul", update, scope.op("add", t.shifts[k].varying, anchors[k]))
-            if not scope.varies(update):
-                sums[subset] = scope.op("mul", update, scope.const(float(r.axis.extent)))
-                continue
 
             def moved(name: str, subset: tuple[int, ...] = subset) -> Expr:
                 own = ref(f"{name}.old", _axes_of(update, state), scope.dtype)  # noqa: B023
