@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -43,7 +43,7 @@ class Problem:
     flex: Callable[..., Tensor] | None = None
     mask_mod: Callable[..., Tensor] | None = None
     mask_shape: tuple[int | None, int, int] = (None, 0, 0)
-    sdpa: Callable[[], Callable[..., Tensor]] | None = field(default=None)
+    sdpa: Callable[[], Callable[..., Tensor]] | None = None
 
     def extent(self, letter: str) -> int:
         """The size of an axis; 1 if no input has it."""
@@ -55,7 +55,7 @@ class Problem:
         heads = "g" if any("g" in a for a in self.axes) else "h"
         group = self.extent("h") // self.extent(heads)
         every = list(itertools.product(range(self.extent("b")), range(self.extent(heads))))
-        step = max(1, -(-len(every) // most))
+        step = max(1, -(-len(every) // most)) | 1  # odd, or it would be the same head of each batch element
         for b, n in every[::step]:
             cut = {"b": slice(b, b + 1), "h": slice(n * group, (n + 1) * group), heads: slice(n, n + 1)}
             if heads == "h":

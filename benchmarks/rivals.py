@@ -20,19 +20,9 @@ class Skipped(Exception):
     """A rival that does not take part, and why."""
 
 
-def ours(p: Problem) -> Call:
-    call = fl.compile(p.plain)
+def ours(p: Problem, fallback: str = "torch") -> Call:
+    call = fl.compile(p.plain, fallback=fallback)
     return lambda: call(*p.inputs)
-
-
-def unfused(p: Problem) -> str | None:
-    """What of the problem we leave to PyTorch; None if nothing."""
-    call = fl.compile(p.plain, fallback="error", tune=0)
-    try:
-        call(*p.inputs)
-    except fl.Unsupported as refusal:
-        return str(refusal)
-    return None
 
 
 def eager(p: Problem) -> Call:

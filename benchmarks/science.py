@@ -20,9 +20,7 @@ def differential_outputs(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tens
     return full(q1, k1, v) - lam * full(q2, k2, v)
 
 
-def differential(
-    name: str, b: int, heads: int, s: int, d: int, device: torch.device, dtype: torch.dtype
-) -> Problem:
+def differential(name: str, b: int, heads: int, s: int, d: int, device: torch.device, dtype: torch.dtype) -> Problem:
     """q and k [b, heads / 2, s, d] twice, v [b, heads / 2, s, 2d]. name: "outputs" or "weights" are subtracted."""
     torch.manual_seed(0)
     h = heads // 2
