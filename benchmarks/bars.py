@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
+from .cells import Sizes
+from .cells import cells as cells_of
 from .variants import MASKED
 
 Cells = dict[str, Any]
+EXPECTED = cells_of(Sizes())
+# The error that passes wherever it is: that of rounding to bfloat16. Above, what the test suite grants.
+FLOOR, FACTOR = 2**-9, 1.5
 # (cell, figure) for each cell that a bar is about; NaN where something that it needs is not measured.
 Figures = list[tuple[str, float]]
 
@@ -24,7 +29,7 @@ class Bar:
       limit: what the figure has to reach; with `most`, what it must not pass.
       figure: the one by which the bar is judged, NaN where nothing was measured.
       where: the cell it is from, or how many cells it sums up.
-      missing: cells that the bar is about, attempted, and without a figure.
+      missing: cells that the bar is about and that have no figure yet.
       strict: whether the limit itself is not enough.
     """
 
@@ -71,17 +76,18 @@ def matching(cells: Cells, *patterns: str) -> list[str]:
 
 
 def speedups(cells: Cells, names: Iterable[str], *rivals: str) -> Figures:
-    """Their time over ours, for cells in which one of them took part."""
+    """Their time over ours, for the cells in which one of them takes part."""
     return [
         (n, fastest(cells, n, *rivals) / entry(cells, n, "ours"))
         for n in names
-        if any(r in cells[n]["rivals"] and "skipped" not in cells[n]["rivals"][r] for r in rivals)
+        if any(r in EXPECTED[n].rivals and "skipped" not in cells[n]["rivals"].get(r, {}) for r in rivals)
     ]
 
 
-def bars(cells: Cells) -> list[Bar]:
-    """Every bar, in the order of the plan."""
-    return [*_flex(cells), *_others(cells), *_decode(cells), *_process(cells)]
+def bars(measured: Cells) -> list[Bar]:
+    """Every bar, in the order of the plan. What a file lacks of the suite counts as missing."""
+    cells = {name: measured.get(name, {"rivals": {}}) for name in EXPECTED}
+    return [*_flex(cells), *_others(cells), *_decode(cells), *_process(cells), *_errors(cells)]
 
 
 def _flex(cells: Cells) -> Iterator[Bar]:
@@ -136,7 +142,7 @@ def _sdpa_bandwidth(cells: Cells, name: str) -> float:
     """SDPA's without a mask, at the same shape; that of a window on the keys cut to the window."""
     variant, shape = name.split("/")[1], name.split("/", 2)[2]
     same = name if variant == "window" else f"decode/plain/{shape}"
-    return _bandwidth(cells, same, "sdpa") if same in cells else math.nan
+    return _bandwidth(cells, same, "sdpa")
 
 
 def _process(cells: Cells) -> Iterator[Bar]:
@@ -147,11 +153,10 @@ def _process(cells: Cells) -> Iterator[Bar]:
     many = matching(cells, "lengths/*")
     built = [(n, entry(cells, n, "ours", "kernels")) for n in many]
     yield _worst("200 lengths in one process", "kernels built", 3, built, True)
-    slower = [
-        (f"{n} at {row['length']}", row["ms"] / row["static_ms"])
-        for n in many
-        for row in cells[n]["rivals"].get("ours", {}).get("rows", [])
-    ]
+    slower = []
+    for n in many:
+        rows = cells[n]["rivals"].get("ours", {}).get("rows") or [{"length": "", "ms": math.nan, "static_ms": 1}]
+        slower += [(f"{n} at {row['length']}", row["ms"] / row["static_ms"]) for row in rows]
     yield _worst("200 lengths in one process", "time over the static kernel's", 1.15, slower, True)
     first = matching(cells, "compile/*")
     cold = [(n, entry(cells, n, "ours", "cold_s")) for n in first]
@@ -160,9 +165,21 @@ def _process(cells: Cells) -> Iterator[Bar]:
     yield _worst("first call", "s more than FlexAttention's, nothing cached", 3, beyond, True)
     warm = [(n, entry(cells, n, "ours", "warm_s")) for n in first]
     yield _worst("first call", "s, from the disk cache", 0.5, warm, True)
-    # Scores of one head would be 128 GiB; the inputs are 1.5 times this.
+    # A tensor of q's size; the scores of one head would be 128 GiB.
     peaks = [(n, entry(cells, n, "ours", "peak_bytes") / 2**20) for n in matching(cells, "memory/*")]
     yield _worst("memory", "MiB beside inputs and outputs, S = 262144, each of three masks runs", 256, peaks, True)
+
+
+def _errors(cells: Cells) -> Iterator[Bar]:
+    """Ours over the bound: 1.5 times the best rival's of the same cell, or FLOOR."""
+    figures = []
+    for n, expected in EXPECTED.items():
+        if expected.kind == "kernel":
+            rivals = [entry(cells, n, r, "error") for r in expected.rivals if r != "ours"]
+            best = min((e for e in rivals if not math.isnan(e)), default=0.0)
+            figures.append((n, entry(cells, n, "ours", "error") / max(FACTOR * best, FLOOR)))
+    what = "every cell timed; over the larger of 1.5 × the best rival's error and 2^-9"
+    yield _worst("error against float64", what, 1.0, figures, True)
 
 
 def _worst(against: str, what: str, limit: float, figures: Figures, most: bool = False) -> Bar:

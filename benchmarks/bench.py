@@ -3,7 +3,8 @@
 python benchmarks/bench.py --short                      # under two minutes
 python benchmarks/bench.py --only flex/*/D64 decode     # groups or cells, by name
 python benchmarks/bench.py --only flex --rivals ours    # into the same file as other runs
-python benchmarks/bench.py --device cpu --out /tmp/x.json --no-report    # try the suite out, at tiny sizes
+python benchmarks/bench.py --only flex --missing --budget 500     # go on where the last run ended
+python benchmarks/bench.py --device cpu --out /tmp/tiny.json      # try the suite out; writes no report
 """
 
 from __future__ import annotations
@@ -125,6 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
 
     device, tiny = torch.device(given.device), given.device == "cpu"
+    if tiny and given.out == OUT:
+        parser.error("--device cpu only tries the suite out: give it an --out of its own")
     chosen = list(selected(cells(TINY if tiny else Sizes()), given.only, given.rivals, given.short))
     if given.list:
         print(*(f"{cell.name}: {' '.join(rivals)}" for cell, rivals in chosen), sep="\n")
@@ -157,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if dead:
                 print("the GPU answers no longer; run again with --missing", flush=True)
     _write(given.out, data)
-    if not given.no_report:
+    if not (given.no_report or tiny):
         report.main([str(given.out)])
 
 

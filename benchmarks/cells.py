@@ -74,6 +74,11 @@ class Sizes:
     lengths: tuple[int, int, int] = (200, 256, 4096)
     dtype: torch.dtype = torch.bfloat16
 
+    @property
+    def main_seqs(self) -> tuple[int, ...]:
+        """Where the slow rivals take part."""
+        return (4096,) if 4096 in self.seqs else self.seqs
+
 
 TINY = Sizes(
     seqs=(48,), gqa_seqs=(48,), dims=(16,), tokens=96, width=32, heads=(4, 2), evoformer=(1,), rows=24,
@@ -93,11 +98,13 @@ def flex(z: Sizes) -> Iterator[Cell]:
         for d in z.dims:
             for name in VARIANTS:
                 b, h = max(1, z.tokens // s), z.width // d
-                rivals = ("ours", "flex", *COMPILERS, "eager")
+                rivals = ("ours", "flex", "compile", "eager")
                 if name in MASKED:
                     rivals += ("flex_and_mask",)
-                    if s == 4096 or z is TINY:
+                    if s in z.main_seqs:
                         rivals += ("flex_and_compiled_mask",)
+                if s in z.main_seqs:
+                    rivals += ("compile_max",)
                 if name in ("full", "causal"):
                     rivals += SDPA
                 elif name != "softcap":
@@ -127,7 +134,7 @@ def gqa(z: Sizes) -> Iterator[Cell]:
 def differential(z: Sizes) -> Iterator[Cell]:
     for form in ("outputs", "weights"):
         for d in z.dims:
-            for s in z.seqs:
+            for s in z.seqs if form == "outputs" else z.main_seqs:
                 b, h = max(1, z.tokens // s), z.width // d
                 yield Cell(
                     f"differential/{form}/D{d}/S{s}",
@@ -141,10 +148,11 @@ def differential(z: Sizes) -> Iterator[Cell]:
 def evoformer(z: Sizes) -> Iterator[Cell]:
     for d in z.dims:
         for b in z.evoformer:
+            compilers = COMPILERS if b in (1, 8) else ("compile",)  # max-autotune takes its time
             yield Cell(
                 f"evoformer/D{d}/B{b}",
                 lambda device, b=b, d=d: science.evoformer(b, z.rows, z.rows, 4, d, device, z.dtype),
-                ("ours", *COMPILERS, "eager", "flex", "sdpa"),
+                ("ours", *compilers, "eager", "flex", "sdpa"),
                 shape={"b": b, "n": z.rows, "s": z.rows, "h": 4, "d": d},
             )
 

@@ -20,6 +20,8 @@ from benchmarks.rivals import RIVALS  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "performance.json"
 DOCS = ROOT / "docs"
+# Written by hand: what was tried on the bars that are missed, and what limits them.
+NOTES = ROOT / "benchmarks" / "notes.md"
 TITLES = {
     "flex": "FlexAttention's seven variants",
     "gqa": "Grouped heads: 32 of queries, 8 of keys",
@@ -45,6 +47,12 @@ LABELS = {
     "compile_max": "torch.compile max-autotune",
     "eager": "eager",
 }
+METHOD = """\
+Made by `python benchmarks/report.py` from what `python benchmarks/bench.py` measured. Times are medians of 5 to 50
+calls by CUDA events, with the L2 cache flushed before each and the host ahead of the GPU; block masks and biases of
+the rivals are made outside of them, unless a column says otherwise. All get the same tensors. Errors are relative
+Frobenius norms against float64, on up to eight (batch, head) pieces of a cell. The roofline is the longer of the
+useful operations at the measured rate of an 8192³ bf16 matrix product and of the least traffic at that of a copy."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -64,9 +72,11 @@ def text(data: dict[str, Any], figures: Sequence[str] = ()) -> str:
     """The whole page."""
     used = sorted({e["run"] for cell in data["cells"].values() for e in cell["rivals"].values()})
     runs = [data["runs"][n] for n in used]
-    parts = ["# Performance", "Made by `python benchmarks/report.py` from what `python benchmarks/bench.py` measured."]
+    parts = ["# Performance", METHOD]
     parts += ["\n".join(_machines(runs)), *(f"![{name}](figures/{name}.svg)" for name in figures)]
     parts += ["## Bars", "\n".join(_bars(bars(data["cells"])))]
+    if NOTES.exists():
+        parts.append(NOTES.read_text().strip())
     for group in GROUPS:
         cells = {name: cell for name, cell in data["cells"].items() if name.split("/")[0] == group}
         if cells:

@@ -151,7 +151,7 @@ def lengths(bench: Bench, rival: str) -> Entry:
         torch._dynamo.reset()
         static = kernel_ms(RIVALS[rival](p), device, 0.05)
         rows.append({"length": n, "ms": ms, "static_ms": static, "error": error})
-    return {"kernels": built, "lengths": len(met), "total_s": total, "rows": rows}
+    return {"kernels": built or None, "lengths": len(met), "total_s": total, "rows": rows}
 
 
 def memory(bench: Bench, rival: str) -> Entry:
