@@ -59,7 +59,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 def machine(device: torch.device, commit: str) -> dict[str, Any]:
     """What the figures depend on."""
-    found = {name: _installed(name) for name in ("torch", "jax", "jaxlib", "triton", "fl_pallas")}
+    found: dict[str, Any] = {name: _installed(name) for name in ("torch", "jax", "jaxlib", "triton", "fl_pallas")}
     found |= {"python": platform.python_version(), "commit": commit or _commit()}
     found["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     if device.type == "cuda":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +76,7 @@ def decode(name: str, b: int, h: int, g: int, s: int, d: int, device: torch.devi
         "lengths": lambda b, h, i, j: j < length[b],
     }
 
-    def flex(attend: Callable[..., Tensor], mask: object, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    def flex(attend: Callable[..., Any], mask: object, q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
         from torch.nn.attention.flex_attention import AuxRequest
 
         aux = AuxRequest(lse=True) if name == "sink" else None

@@ -29,7 +29,7 @@ def main() -> None:
     with torch.no_grad():
         (problem.inputs[0] @ problem.inputs[1].mT).softmax(-1)
         call = RIVALS[given.rival](problem)
-        print(first_call_s(call, device))
+        print(first_call_s(call, device), flush=True)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class Problem:
     bytes: float
     scores: int
     flex: Callable[..., Tensor] | None = None
-    mask_mod: Callable[..., Tensor] | None = None
+    mask_mod: Any = None
     mask_shape: tuple[int | None, int, int] = (None, 0, 0)
     sdpa: Callable[[], Callable[..., Tensor]] | None = None
 

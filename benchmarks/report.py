@@ -190,7 +190,7 @@ def share(cell: dict[str, Any], runs: list[dict[str, Any]]) -> str:
 def _problems(cells: Cells) -> Iterator[tuple[str, str, str]]:
     for name, cell in cells.items():
         for rival, found in cell["rivals"].items():
-            for key in ("failed", "skipped", "unfused"):
+            for key in ("failed", "skipped", "unfused", "died"):
                 if key in found:
                     yield name, LABELS[rival], f"{key}: {found[key]}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import subprocess
@@ -117,9 +116,11 @@ def compiling(bench: Bench, rival: str) -> Entry:
         entry: Entry = {}
         for name in ("cold_s", "warm_s"):
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-            if done.returncode:
+            if not done.stdout:
                 return {"failed": done.stderr[-300:]}
-            entry[name] = json.loads(done.stdout.splitlines()[-1])
+            entry[name] = float(done.stdout.splitlines()[-1])
+            if done.returncode:  # it had its figure, and died on its way out
+                entry["died"] = done.stderr[-300:]
         return entry
 
 
