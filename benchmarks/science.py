@@ -112,7 +112,7 @@ def invariant_point(s: int, h: int, c: int, p: int, cz: int, device: torch.devic
     weight = torch.randn(h, device=device, dtype=dtype)
     mask = (torch.rand(s, device=device) < 0.9).to(dtype)
     inputs = (q, k, v, q_pts, k_pts, v_pts, pair_bias, z, weight, mask)
-    width = 2 * c + 5 * p * 3 + cz
+    width = 2 * c + 9 * p + cz  # scores and point distances; values, twice as many points, pairs
     return Problem(
         plain=ipa,
         inputs=inputs,
