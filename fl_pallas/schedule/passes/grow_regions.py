@@ -60,6 +60,7 @@ class Growth:
 
 Sides = tuple[frozenset[Axis], frozenset[Axis]]
 AllSides = dict[str, tuple[Sides, ...]]
+Group = tuple[set[str], AllSides]
 
 
 @dataclass
@@ -93,12 +94,14 @@ def grow_regions(program: Program) -> Growth:
             v = seed.value
             rejected.append(Rejected(v, blocker[0], blocker[1], v.numel * itemsize(v.dtype)))
     regions = []
-    groups = _merge(grown)
-    for n, (members, sides) in enumerate(groups):
-        others = set().union(*(g for m, (g, _) in enumerate(groups) if m != n))
-        members = _with_epilogue(program, members, others)
-        members = _with_prologue(program, members, sides)
-        regions.append(_region(program, members))
+    groups = _united(program, _merge(grown))
+    place = {v.name: n for n, v in enumerate(program.values)}
+    taken = set().union(*(members for members, _ in groups))
+    # Later regions first: what several of them feed can only be computed by the last.
+    for members, sides in sorted(groups, key=lambda g: -max(place[m] for m in g[0])):
+        members = _with_epilogue(program, members, taken - members)
+        taken |= members
+        regions.insert(0, _region(program, _with_prologue(program, members, sides)))
     fused = {name for r in regions for name in r.members}
     return Growth(tuple(regions), tuple(r for r in rejected if r.value.name not in fused))
 
@@ -271,9 +274,9 @@ def _close(program: Program, seed: _Seed) -> tuple[Value, str] | None:
     return None
 
 
-def _merge(grown: list[_Seed]) -> list[tuple[set[str], AllSides]]:
+def _merge(grown: list[_Seed]) -> list[Group]:
     """Members of the regions and their sides in each seed's terms; those that share a value united."""
-    groups: list[tuple[set[str], AllSides]] = []
+    groups: list[Group] = []
     for seed in grown:
         members = set(seed.members)
         touching = [g for g in groups if g[0] & members]
@@ -283,6 +286,19 @@ def _merge(grown: list[_Seed]) -> list[tuple[set[str], AllSides]]:
                 sides[name] = theirs + sides.get(name, ())
         groups = [g for g in groups if g not in touching]
         groups.append((members.union(*(m for m, _ in touching)), sides))
+    return groups
+
+
+def _united(program: Program, groups: list[Group]) -> list[Group]:
+    """Groups that the same pointwise value finishes become one, unless one of them feeds another."""
+    for n, (members, sides) in enumerate(groups):
+        for m, (others, theirs) in enumerate(groups[:n]):
+            ends, other_ends = _with_epilogue(program, members, others), _with_epilogue(program, others, members)
+            if not ends & other_ends or _depends(program, members, others) or _depends(program, others, members):
+                continue
+            both = {name: sides.get(name, ()) + theirs.get(name, ()) for name in sides.keys() | theirs.keys()}
+            rest = [g for k, g in enumerate(groups) if k not in (n, m)]
+            return _united(program, [*rest, (members | others, both)])
     return groups
 
 
@@ -400,7 +416,7 @@ def _region(program: Program, members: set[str]) -> Region:
         if v.is_view and root_of(program, name) in members:
             continue
         if _leaves(program, name, members):
-            outputs.append(_presented(program, name))
+            outputs.append(_presented(program, name, members))
     return Region(ordered, tuple(dict.fromkeys(outputs)))
 
 
@@ -413,10 +429,10 @@ def _leaves(program: Program, name: str, members: set[str]) -> bool:
     )
 
 
-def _presented(program: Program, name: str) -> str:
+def _presented(program: Program, name: str, members: set[str]) -> str:
     """The view through which alone the outside sees `name`, where that view keeps every axis whole."""
     while True:
-        users = program.users[name]
+        users = [u for u in program.users[name] if u not in members]
         if name in program.outputs or len(users) != 1:
             return name
         view = program.by_name[users[0]]

@@ -57,7 +57,7 @@ def stream(fused: Fused, compute: str) -> tuple[tuple[Loop, ...], tuple[Store, .
         for r in streamed(out.expr, state.parallel):
             if r not in final:
                 final[r] = _place(r, substitute(r.body, {}, final), state)
-        stores.append(Store(out.name, out.axes, out.dtype, substitute(out.expr, {}, final)))
+        stores.append(Store(out.name, out.axes, out.dtype, substitute(out.expr, {}, final), out.dims))
     loops = tuple(Loop(p.axis, tuple(p.steps)) for p in state.passes)
     return loops, tuple(stores), tuple(state.notes)
 
