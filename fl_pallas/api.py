@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
 
 from .bridge.dlpack import DlpackKernel
-from .bridge.launch import DirectKernel, unavailable
+from .bridge.launch import DirectKernel, Family, unavailable
 from .bridge.splice import RegionRunner, splice
 from .capture import translate
 from .capture.aten import mutates_inputs, to_aten
@@ -141,22 +141,28 @@ def _first_line(error: Exception) -> str:
 
 
 class Backend:
-    """A TorchDynamo backend; keeps nothing but its settings and, for fl.explain, what it saw."""
+    """A TorchDynamo backend; keeps its settings, its kernels and, for fl.explain, what it saw."""
 
     def __init__(self, given: dict[str, Any], explanation: Explanation | None = None):
         self.given, self.explanation = given, explanation
+        self.family = Family()
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return _Specialised(gm, example_inputs, config.merged(**self.given), self.explanation)
+        return _Specialised(gm, example_inputs, config.merged(**self.given), self.family, self.explanation)
 
 
 class _Specialised:
     """A captured graph, compiled anew for each combination of shapes, strides and types it meets."""
 
     def __init__(
-        self, gm: torch.fx.GraphModule, examples: Sequence[Any], settings: Config, explanation: Explanation | None
+        self,
+        gm: torch.fx.GraphModule,
+        examples: Sequence[Any],
+        settings: Config,
+        family: Family,
+        explanation: Explanation | None,
     ):
-        self.gm, self.settings, self.explanation = gm, settings, explanation
+        self.gm, self.settings, self.family, self.explanation = gm, settings, family, explanation
         # TorchDynamo's guards hold everything fixed unless some size is symbolic.
         self.fixed = not any(map(_is_symbolic, examples))
         self.only: Callable[..., Any] | None = None
@@ -192,7 +198,7 @@ class _Specialised:
         reason = _unfit(args)
         if reason is None:
             with torch.no_grad():
-                run, made, left = _build_graph(self.gm, args, self.settings, history, found)
+                run, made, left = _build_graph(self.gm, args, self.settings, self.family, history, found)
         elif _scheduled_kernels(self.gm, args, history):
             # Say so only where something would have been fused.
             found.append(Fallback("the whole graph", reason, None, 0))
@@ -208,6 +214,7 @@ def _build_graph(
     gm: torch.fx.GraphModule,
     args: Sequence[Any],
     settings: Config,
+    family: Family,
     history: list[tuple[str, str]],
     found: list[Fallback],
 ) -> tuple[Callable[..., Any], Schedule | None, Counter[str]]:
@@ -228,7 +235,7 @@ def _build_graph(
             big = max((made.program.by_name[m] for m in region.members), key=lambda v: v.numel)
             found.append(Fallback(refusal.what, refusal.why, big.where, big.numel * itemsize(big.dtype)))
             continue
-        launchers = [_launcher(plan, device, interpret, settings) for plan in plans]
+        launchers = [_launcher(plan, device, interpret, settings, family) for plan in plans]
         runners.append(RegionRunner(region, plans, launchers, [k.names for k in launchers]))
         regions.append(region)
         kernels.append(plans)
@@ -240,7 +247,9 @@ def _build_graph(
     return spliced, made, Counter(_left(spliced))
 
 
-def _launcher(plan: KernelPlan, device: torch.device, interpret: bool, settings: Config) -> DlpackKernel | DirectKernel:
+def _launcher(
+    plan: KernelPlan, device: torch.device, interpret: bool, settings: Config, family: Family
+) -> DlpackKernel | DirectKernel:
     """The road a kernel takes: direct wherever it can, unless the user chose.
 
     Raises: Unsupported if the user chose a road that does not lead to the device.
@@ -250,7 +259,7 @@ def _launcher(plan: KernelPlan, device: torch.device, interpret: bool, settings:
         raise Unsupported('road="direct"', reason)
     if interpret or settings.road == "dlpack" or reason is not None:
         return DlpackKernel(plan, interpret)
-    return DirectKernel(plan, device, settings.tune)
+    return DirectKernel(plan, device, settings.tune, family)
 
 
 def _left(gm: torch.fx.GraphModule) -> list[str]:

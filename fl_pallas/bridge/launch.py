@@ -5,11 +5,12 @@ JAX only writes the Triton IR down; its runtime is not involved, and its GPU bac
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import statistics
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .. import cache
 from ..capture.dtypes import torch_dtype
 from ..errors import Unsupported
 from ..kernels.lower import ALIGNMENT, Lowered, lower
+from ..kernels.sizes import Laid, Mismatch, generalise, laid, programs_of, sizes_of
 from ..kernels.triton import grid_size, operand_names
 from ..schedule.plan import Choices, KernelPlan, fingerprint
 from .dlpack import matmul_precision
@@ -51,12 +53,73 @@ class _Launch:
       programs: number of programs, along x.
       fixed: its arguments between stream and pointers.
       kernel: keeps the loaded code alive.
+      sizes: what a kernel of several sizes is given at launch; None for one that needs nothing.
     """
 
     run: Callable[..., None]
     programs: int
     fixed: tuple[Any, ...]
     kernel: Any
+    sizes: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A kernel of a family: `where` it can run (device, precision, alignments), and its code."""
+
+    where: tuple[Any, ...]
+    laid: Laid
+    launch: _Launch
+
+
+# Compiles a kernel, and tells under which choices.
+Build = Callable[[Laid], tuple[_Launch, Choices]]
+
+
+class Family:
+    """The kernels of one function: where two differ in sizes alone, a third serves both and all further ones."""
+
+    def __init__(self) -> None:
+        self.members: list[_Member] = []
+        self.lock = threading.RLock()
+
+    def launch(self, where: tuple[Any, ...], own: Laid, build: Build, index: int) -> _Launch:
+        """Code for `own`: that of a member that does the same, or of a new one.
+
+        Args:
+          where: what members must share besides structure.
+          build: compiles a kernel.
+          index: of the device.
+        """
+        with self.lock:
+            near = [m for m in self.members if m.where == where]
+            for m in sorted(near, key=lambda m: -m.laid.sizes):
+                with contextlib.suppress(Mismatch):
+                    return _given(m.launch, m.laid, own, index)
+            for m in near:
+                if not m.laid.sizes:
+                    with contextlib.suppress(Mismatch):
+                        made = self._joined(where, generalise(m.laid, own), build)
+                        return _given(made.launch, made.laid, own, index)
+            return self._joined(where, own, build).launch
+
+    def _joined(self, where: tuple[Any, ...], kernel: Laid, build: Build) -> _Member:
+        launch, choices = build(kernel)
+        made = _Member(where, replace(kernel, plan=kernel.plan.with_choices(choices)), launch)
+        self.members = [*self.members[-MAX_VERSIONS:], made]
+        return made
+
+
+def _given(launch: _Launch, general: Laid, own: Laid, index: int) -> _Launch:
+    """The launch of a kernel of several sizes for those of `own`.
+
+    Raises: Mismatch.
+    """
+    sizes = sizes_of(general, own)
+    if not sizes:
+        return launch
+    given = torch.tensor(sizes, dtype=torch.int32).to(torch.device("cuda", index))
+    return replace(launch, programs=programs_of(general, own), sizes=given)
 
 
 class DirectKernel:
@@ -67,10 +130,14 @@ class DirectKernel:
       device: where to run a kernel that has no operands.
       tune: how many of the plan's choices are compiled and timed, by the first call of each layout;
         with 0 or 1 the first that fits is taken.
+      family: the kernels of the same function.
     """
 
-    def __init__(self, plan: KernelPlan, device: torch.device | None = None, tune: int = 0):
+    def __init__(
+        self, plan: KernelPlan, device: torch.device | None = None, tune: int = 0, family: Family | None = None
+    ):
         self.plan, self.names, self.tune = plan, operand_names(plan), tune
+        self.family = family or Family()
         self._device = device
         self._programs = grid_size(plan)
         self._outputs = [(s.shape, torch_dtype(s.dtype)) for s in plan.stores]
@@ -108,6 +175,8 @@ class DirectKernel:
         if version is None:
             version = self._prepare(key, operands, index)
         pointers += [t.data_ptr() for t in results]
+        if version.sizes is not None:
+            pointers.insert(0, version.sizes.data_ptr())
         if torch.cuda.current_device() == index:
             version.run(version.programs, 1, 1, _stream(index), *version.fixed, *pointers)
         else:
@@ -146,34 +215,61 @@ class DirectKernel:
             return version
 
     def _built(self, operands: Sequence[torch.Tensor], index: int) -> _Launch:
+        """Code for these operands: the family's, or new."""
+        aligned = tuple(alignment(t.data_ptr()) for t in operands)
+        own = laid(self.plan, tuple(spec_of(t) for t in operands))
+        where = (index, torch.get_float32_matmul_precision(), aligned)
+        return self.family.launch(where, own, lambda kernel: self._compiled(kernel, operands, own, index), index)
+
+    def _compiled(
+        self, kernel: Laid, operands: Sequence[torch.Tensor], own: Laid, index: int
+    ) -> tuple[_Launch, Choices]:
         """The kernel as it was kept on disk; else made under the choice that is fastest, or fits first."""
         from ..kernels.fit import fitting  # here, for the package triton is not everywhere
 
         major, minor = torch.cuda.get_device_capability(index)
         capability = 10 * major + minor
         # Nothing can be timed while a CUDA graph is recorded.
-        tune = 1 if torch.cuda.is_current_stream_capturing() else max(1, min(self.tune, 1 + len(self.plan.others)))
+        tune = 1 if torch.cuda.is_current_stream_capturing() else max(1, min(self.tune, 1 + len(kernel.plan.others)))
         where = torch.cuda.get_device_name(index) if tune > 1 else capability
-        layout = [(spec_of(t), alignment(t.data_ptr())) for t in operands]
-        key = cache.key_of(fingerprint(self.plan), layout, torch.get_float32_matmul_precision(), where, tune)
+        pointers = [t.data_ptr() for t in operands]
+        layout = (kernel.operands, kernel.outputs, [alignment(p) for p in pointers])
+        key = cache.key_of(fingerprint(kernel.plan), layout, torch.get_float32_matmul_precision(), where, tune)
         kept = cache.read(key)
+        every = (kernel.plan.choices, *kernel.plan.others)
         if kept is not None:
-            return self._load(Lowered.from_json(kept), index)
-        made = fitting(self.plan, lambda plan: self.lowered(operands, plan.choices), capability, tune)
+            return self._load(Lowered.from_json(kept["lowered"]), index), every[kept["choice"]]
+
+        def lowered(plan: KernelPlan) -> Lowered:
+            made = lower(plan, kernel.operands, matmul_precision(False), kernel.outputs, kernel.sizes)
+            first = [ALIGNMENT] if kernel.sizes else []
+            return made.aligned([*first, *map(alignment, pointers), *[ALIGNMENT] * len(self._outputs)])
+
+        made = fitting(kernel.plan, lowered, capability, tune)
         launches = [self._load(f.lowered, index) for f in made]
-        best = 0 if len(made) == 1 else self._fastest(launches, operands, index)
-        cache.write(key, made[best].lowered.to_json())
-        return launches[best]
+        best = 0
+        if len(made) > 1:
+            with_sizes = [
+                _given(v, replace(kernel, plan=kernel.plan.with_choices(f.choices)), own, index)
+                for v, f in zip(launches, made, strict=True)
+            ]
+            best = self._fastest(with_sizes, operands, index)
+        choices = made[best].choices
+        cache.write(key, {"lowered": made[best].lowered.to_json(), "choice": every.index(choices)})
+        return launches[best], choices
 
     def _fastest(self, launches: Sequence[_Launch], operands: Sequence[torch.Tensor], index: int) -> int:
         """Which launch takes least time on these operands; the first unless another is clearly faster."""
         device = torch.device("cuda", index)
         results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
         pointers = [t.data_ptr() for t in (*operands, *results)]
+
+        def run(v: _Launch) -> None:
+            given = [] if v.sizes is None else [v.sizes.data_ptr()]
+            v.run(v.programs, 1, 1, _stream(index), *v.fixed, *given, *pointers)
+
         with torch.cuda.device(index):
-            times = [
-                milliseconds(lambda v=v: v.run(v.programs, 1, 1, _stream(index), *v.fixed, *pointers)) for v in launches
-            ]
+            times = [milliseconds(lambda v=v: run(v)) for v in launches]
         best = min(range(len(times)), key=times.__getitem__)
         return best if times[best] < CLEARLY * times[0] else 0
 

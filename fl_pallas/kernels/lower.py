@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.backend import clear_backends
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jaxlib.mlir import ir
@@ -23,6 +24,8 @@ from .triton import TensorSpec, contiguous, operand_names, pallas_function
 TARGET = "__gpu$xla.gpu.triton"
 # What JAX 0.11 wants to know a GPU by; the Triton IR depends on it only for float8 casts.
 DEVICE = AbstractDevice("NVIDIA H200", None, "gpu")
+# What the array of sizes is called among the operands.
+SIZES = "sizes"
 # What Triton makes use of: the widest load is 16 bytes.
 ALIGNMENT = 16
 _DIVISIBILITY = re.compile(r"(%arg(\d+): !tt\.ptr<[^>]*>(?: \{[^}]*?tt\.divisibility = ))\d+( : i32)")
@@ -72,20 +75,28 @@ class Lowered:
         return replace(self, ttir=text)
 
 
-def lower(plan: KernelPlan, specs: Sequence[TensorSpec], precision: object) -> Lowered:
+def lower(
+    plan: KernelPlan,
+    specs: Sequence[TensorSpec],
+    precision: object,
+    outputs: Sequence[TensorSpec] | None = None,
+    sizes: int = 0,
+) -> Lowered:
     """Lower a plan to Triton IR.
 
     Args:
       plan: what to compute.
       specs: the operands, in the order of `operand_names(plan)`.
       precision: jax precision (or DotAlgorithmPreset) of float32 matrix products.
+      outputs, sizes: as for `pallas_function`.
 
     Returns: Triton IR that takes pointers to 16-byte aligned memory (see `Lowered.aligned`).
 
     Raises: Unsupported.
     """
-    function = pallas_function(plan, specs, precision, interpret=False)
-    shapes = [jax.ShapeDtypeStruct((max(1, s.span),), s.stored) for s in specs]
+    function = pallas_function(plan, specs, precision, False, outputs, sizes)
+    given = [jax.ShapeDtypeStruct((sizes,), jnp.int32)] if sizes else []
+    shapes = [*given, *(jax.ShapeDtypeStruct((max(1, s.span),), s.stored) for s in specs)]
     mesh = AbstractMesh((), (), abstract_device=DEVICE)
     with off_the_gpu(), jax.enable_x64(True), use_abstract_mesh(mesh):
         try:
@@ -94,17 +105,16 @@ def lower(plan: KernelPlan, specs: Sequence[TensorSpec], precision: object) -> L
             raise Unsupported(plan.name, f"Pallas cannot lower it to Triton: {e}") from e
         config = _config(stablehlo)
         text = _text(config["ir"].value_bytes)
-    outputs = tuple(s.name for s in plan.stores)
     made = Lowered(
         text,
         config["name"].value,
         config["grid_x"].value,
         config["num_warps"].value,
         config["num_stages"].value,
-        operand_names(plan),
-        outputs,
+        (*(SIZES for _ in given), *operand_names(plan)),
+        tuple(s.name for s in plan.stores),
     )
-    return made.aligned([ALIGNMENT] * (len(specs) + len(outputs)))
+    return made.aligned([ALIGNMENT] * (len(shapes) + len(plan.stores)))
 
 
 def lower_contiguous(plan: KernelPlan, tensors: Sequence[tuple[tuple[int, ...], str]], precision: object) -> Lowered:

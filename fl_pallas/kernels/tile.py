@@ -7,7 +7,7 @@ rows, loop axes, head dimensions, features. An axis taken one index at a time le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from ..errors import ScheduleError
 from ..schedule.dtype import is_float
-from ..schedule.expr import Axis, Const, Expr, Index, Load, Op, Reduce, Ref, children, free_axes, loads, ref_names
+from ..schedule.expr import Axis, Const, Expr, Index, Load, Op, Reduce, Ref, Size, children, free_axes, loads, ref_names
 from ..schedule.inner import Product, as_product, as_vector_product, covering_tile, is_sequential
 from ..schedule.integer import bounds, from_linear, linear
 from .pointwise import POINTWISE
@@ -53,10 +53,15 @@ class Operand:
     """
 
     ref: object
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: tuple[int | Size, ...]
+    strides: tuple[int | Size, ...]
     offset: int
     dtype: str
+
+
+def seen(n: int | Size) -> int:
+    """A number as it is, or as it once was."""
+    return n.hint if isinstance(n, Size) else n
 
 
 @dataclass
@@ -91,6 +96,7 @@ class Evaluator:
       compute: the floating type of the region.
       precision: jax precision of float32 matrix products.
       interpret: whether Pallas's interpreter runs it, which has no GPU instructions.
+      sizes: what was given at launch, in units.
     """
 
     def __init__(
@@ -101,7 +107,9 @@ class Evaluator:
         compute: str,
         precision: Any,
         interpret: bool,
+        sizes: Sequence[Array] = (),
     ):
+        self.sizes = sizes
         self.operands, self.order, self.features = operands, order, features
         self.compute, self.precision, self.interpret = compute, precision, interpret
         self.scopes: list[Scope] = []
@@ -130,6 +138,13 @@ class Evaluator:
                 return s.starts[axis]
         return None
 
+    def number(self, n: int | Size) -> int | Array:
+        """A number, as a value of this launch where it is one."""
+        return self.sizes[n.number] * jnp.int32(n.unit) if isinstance(n, Size) else n
+
+    def extent(self, axis: Axis) -> int | Array:
+        return self.number(axis.extent if axis.size is None else axis.size)
+
     def wide(self, axes: Iterable[Axis]) -> frozenset[Axis]:
         return frozenset(a for a in axes if self.side(a) > 1)
 
@@ -145,12 +160,12 @@ class Evaluator:
 
     def hoist(self, exprs: Iterable[Expr], loop: Scope) -> None:
         """Evaluate what `exprs` share with the world outside of `loop`, before it starts."""
-        seen: set[Expr] = set()
+        done: set[Expr] = set()
 
         def visit(e: Expr) -> None:
-            if e in seen or isinstance(e, (Const, Index)):
+            if e in done or isinstance(e, (Const, Index)):
                 return
-            seen.add(e)
+            done.add(e)
             if not loop.binds(e):
                 if isinstance(e, Load):
                     self._raw(e)
@@ -182,6 +197,8 @@ class Evaluator:
     def _eval(self, e: Expr) -> Tile:
         if isinstance(e, Const):
             return Tile(jnp.asarray(e.value, self._type(e)), ())
+        if isinstance(e, Size):
+            return Tile(jnp.asarray(self.number(e), jnp.int32), ())
         if isinstance(e, Index):
             return self._index(e.axis)
         if isinstance(e, Ref):
@@ -263,16 +280,19 @@ class Evaluator:
 
     def address(self, operand: Operand, idx: tuple[Expr, ...], axes: tuple[Axis, ...]) -> tuple[Array, Array | None]:
         """Flat offsets over `axes`, and where they are inside of the tensor (None: everywhere)."""
-        span = operand.offset + sum(max(0, (n - 1) * s) for n, s in zip(operand.shape, operand.strides, strict=True))
-        kind = jnp.int64 if span >= 2**31 else jnp.int32
+        ends = zip(map(seen, operand.shape), map(seen, operand.strides), strict=True)
+        kind = jnp.int64 if operand.offset + sum(max(0, (n - 1) * s) for n, s in ends) >= 2**31 else jnp.int32
         checks: list[Tile] = [m for a in axes if (m := self.within(a)) is not None]
         terms: dict[Expr, int] = {}
+        given: list[tuple[Tile, int | Array]] = []
         constant = operand.offset
         for i, n, stride in zip(idx, operand.shape, operand.strides, strict=True):
-            limits = bounds(i)
-            if limits is None or limits[0] < 0 or limits[1] >= n:
+            if not _is_inside(i, n):
                 tile = self.eval(i)
-                checks.append(Tile((tile.array >= 0) & (tile.array < n), tile.axes))
+                checks.append(Tile((tile.array >= 0) & (tile.array < self.number(n)), tile.axes))
+            if isinstance(stride, Size):
+                given.append((self.eval(i), self.number(stride)))
+                continue
             parts, c = linear(i)
             constant += c * stride
             for term, k in parts.items():
@@ -281,7 +301,7 @@ class Evaluator:
         terms, constant = linear(from_linear(({t: k for t, k in terms.items() if k}, constant), "i64"))
         offset: Array = jnp.asarray(constant, kind)
         # Scalars first, so that a program's base address is computed once.
-        tiles = [(self.eval(t), k) for t, k in terms.items()]
+        tiles = [*given, *((self.eval(t), k) for t, k in terms.items())]
         for tile, k in sorted(tiles, key=lambda p: len(p[0].axes)):
             step = tile.array.astype(kind) * jnp.asarray(k, kind)
             offset = offset + step if not tile.axes else self._added(offset, Tile(step, tile.axes), axes)
@@ -302,10 +322,11 @@ class Evaluator:
     def within(self, axis: Axis) -> Tile | None:
         """Which indices of the current tile lie inside of the axis; None if all do."""
         side = self.side(axis)
-        if axis.extent % side == 0 or any(axis in s.whole for s in self.scopes):
+        fits = side == 1 if axis.size is not None else axis.extent % side == 0
+        if fits or any(axis in s.whole for s in self.scopes):
             return None
         here = self._index(axis)
-        return Tile(here.array < axis.extent, here.axes)
+        return Tile(here.array < self.extent(axis), here.axes)
 
     # --- reductions -----------------------------------------------------------------------------
 
@@ -457,6 +478,16 @@ class Evaluator:
         else:
             total = lax.fori_loop(0, steps, step, total)
         return Tile(total != 0 if r.kind in ("any", "all") else total, axes)
+
+
+def _is_inside(i: Expr, n: int | Size) -> bool:
+    """Whether an index is known to lie inside of a dimension of extent `n`."""
+    limits = bounds(i)
+    if limits is None or limits[0] < 0:
+        return False
+    if isinstance(n, Size):
+        return limits[1] == 0 or isinstance(i, Index) and i.axis.size is n
+    return limits[1] < n
 
 
 def _inside_reduction(e: Expr, loop: Scope) -> bool:

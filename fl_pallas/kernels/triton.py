@@ -13,20 +13,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ..errors import Unsupported
-from ..schedule.expr import Axis, Expr, Index, Load, Reduce, free_axes, loads, reductions, ref_names, walk
+from ..schedule.expr import Axis, Expr, Index, Load, Reduce, Size, free_axes, loads, reductions, ref_names, walk
 from ..schedule.inner import as_product
 from ..schedule.integer import from_linear, linear
 from ..schedule.plan import Accumulator, KernelPlan, Loop, Step
 from .pointwise import POINTWISE
-from .tile import COMBINE, JNP, Evaluator, Operand, Scope, Tile, identity_of
+from .tile import COMBINE, JNP, Evaluator, Operand, Scope, Tile, identity_of, seen
 
 
 @dataclass(frozen=True)
 class TensorSpec:
     """How a tensor lies in its flat array: sizes and strides in elements, offset of its first element."""
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: tuple[int | Size, ...]
+    strides: tuple[int | Size, ...]
     offset: int
     dtype: str
 
@@ -38,7 +38,8 @@ class TensorSpec:
     @property
     def span(self) -> int:
         """Length of the flat array."""
-        return self.offset + 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        ends = zip(map(seen, self.shape), map(seen, self.strides), strict=True)
+        return self.offset + 1 + sum((n - 1) * s for n, s in ends)
 
 
 def contiguous(shape: tuple[int, ...], dtype: str) -> TensorSpec:
@@ -91,12 +92,12 @@ def scattered(plan: KernelPlan, specs: Sequence[TensorSpec]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _step(node: Load, axis: Axis, strides: Sequence[int]) -> int | None:
+def _step(node: Load, axis: Axis, strides: Sequence[int | Size]) -> int | None:
     """Elements between neighbours along `axis` in a load; None if they are not evenly spaced."""
     total: dict[Expr, int] = {}
     for i, stride in zip(node.index, strides, strict=True):
         for term, k in linear(i)[0].items():
-            total[term] = total.get(term, 0) + k * stride
+            total[term] = total.get(term, 0) + k * seen(stride)
     terms, _ = linear(from_linear(({t: k for t, k in total.items() if k}, 0), "i64"))
     along = [t for t in terms if axis in free_axes(t)]
     return terms[along[0]] if len(along) == 1 and isinstance(along[0], Index) else None
@@ -122,8 +123,19 @@ def check_supported(plan: KernelPlan, interpret: bool) -> None:
                 raise Unsupported("prod", "the Triton lowering has no product reduction")
 
 
+def output_specs(plan: KernelPlan) -> tuple[TensorSpec, ...]:
+    """How freshly allocated outputs of a plan lie."""
+    return tuple(contiguous(s.shape, s.dtype) for s in plan.stores)
+
+
 def pallas_function(
-    plan: KernelPlan, specs: Sequence[TensorSpec], precision: object, interpret: bool
+    plan: KernelPlan,
+    specs: Sequence[TensorSpec],
+    precision: object,
+    interpret: bool,
+    outputs: Sequence[TensorSpec] | None = None,
+    sizes: int = 0,
+    programs: int | None = None,
 ) -> Callable[..., list[Array]]:
     """The function of a plan: flat operand arrays → flat output arrays.
 
@@ -132,28 +144,27 @@ def pallas_function(
       specs: the operands, in the order of `operand_names(plan)`.
       precision: jax precision (or DotAlgorithmPreset) of float32 matrix products.
       interpret: run on any device, by Pallas's interpreter.
+      outputs: how the outputs lie, if not as `output_specs` tells.
+      sizes: how many sizes are given at launch, in an int32 array that comes before the operands.
+      programs: how many run, if not what the plan's extents give.
 
     Raises: Unsupported.
     """
     check_supported(plan, interpret)
     names = operand_names(plan)
-    outputs = [contiguous(s.shape, s.dtype) for s in plan.stores]
+    laid = tuple(outputs or output_specs(plan))
 
     def kernel(*refs: object) -> None:
-        operands = {
-            n: Operand(r, s.shape, s.strides, s.offset, s.dtype)
-            for n, r, s in zip(names, refs[: len(names)], specs, strict=True)
-        }
-        results = [
-            Operand(r, s.shape, s.strides, s.offset, s.dtype) for r, s in zip(refs[len(names) :], outputs, strict=True)
-        ]
-        _Program(plan, operands, results, precision, interpret).run()
+        given, refs = [r[k] for r in refs[: bool(sizes)] for k in range(sizes)], refs[bool(sizes) :]  # type: ignore
+        placed = [Operand(r, s.shape, s.strides, s.offset, s.dtype) for r, s in zip(refs, (*specs, *laid), strict=True)]
+        operands = dict(zip(names, placed, strict=False))
+        _Program(plan, operands, placed[len(names) :], precision, interpret, given).run()
 
     kernel.__name__ = plan.name
     return pl.pallas_call(  # type: ignore[return-value]
         kernel,
-        out_shape=[jax.ShapeDtypeStruct((math.prod(s.shape),), s.stored) for s in outputs],
-        grid=(grid_size(plan),),
+        out_shape=[jax.ShapeDtypeStruct((math.prod(map(seen, s.shape)),), s.stored) for s in laid],
+        grid=(grid_size(plan) if programs is None else programs,),
         interpret=interpret,
         compiler_params=None
         if interpret
@@ -189,6 +200,7 @@ class _Program:
         results: list[Operand],
         precision: object,
         interpret: bool,
+        sizes: Sequence[Array] = (),
     ):
         self.plan, self.results = plan, results
         steps = [s for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)]
@@ -196,7 +208,7 @@ class _Program:
             n.removesuffix(".old") for s in steps if s.correct is not None for n in ref_names(s.correct)
         )
         order = (*(a for a in plan.grid if a not in plan.features), *(loop.axis for loop in plan.loops))
-        self.ev = Evaluator(operands, order, plan.features, plan.compute, precision, interpret)
+        self.ev = Evaluator(operands, order, plan.features, plan.compute, precision, interpret, sizes)
 
     def run(self) -> None:
         outer = self._enter_grid()
@@ -217,23 +229,32 @@ class _Program:
         starts: dict[Axis, Array] = {}
         sides: dict[Axis, int] = {}
         for axis in reversed(order):
-            side, count = plan.choices.tile(axis) or 1, _programs(plan, axis)
-            sides[axis] = side
-            if count > 1:
-                at = lax.rem(rest, jnp.int32(count))
+            side = sides[axis] = plan.choices.tile(axis) or 1
+            if axis.size is not None or _programs(plan, axis) > 1:
+                count = self._tiles(axis, side)
+                at = lax.rem(rest, count)
                 if _grows(plan, axis):
                     # Programs with the longest loops go first.
-                    at = jnp.int32(count - 1) - at
+                    at = count - jnp.int32(1) - at
                 starts[axis] = at * jnp.int32(side)
-                rest = lax.div(rest, jnp.int32(count))
+                rest = lax.div(rest, count)
         scope = self.ev.push(starts, sides)
         for axis, side in sides.items():
             if side > 1:
                 first = starts.get(axis, jnp.int32(0))
-                last = jnp.minimum(first + jnp.int32(side - 1), jnp.int32(axis.extent - 1))
+                last = jnp.minimum(first + jnp.int32(side - 1), self._extent(axis) - jnp.int32(1))
                 scope.refs[f"{axis.name}.first"] = Tile(first, ())  # type: ignore
                 scope.refs[f"{axis.name}.last"] = Tile(last, ())
         return scope
+
+    def _extent(self, axis: Axis) -> Array:
+        return jnp.asarray(self.ev.extent(axis), jnp.int32)
+
+    def _tiles(self, axis: Axis, side: int) -> Array:
+        """Number of tiles along an axis, the last of them perhaps not whole."""
+        if axis.size is None:
+            return jnp.int32(-(-axis.extent // side))
+        return lax.div(self._extent(axis) + jnp.int32(side - 1), jnp.int32(side))
 
     def _loop(self, loop: Loop, outer: Scope) -> None:
         """Run a loop: masked tiles, then those that need no mask, then masked ones again."""
@@ -255,8 +276,9 @@ class _Program:
 
         carry = tuple(self._initial(s) for s in loop.steps)
         first, last = self._bounds(loop, side)
-        ragged = loop.axis.extent % side != 0
-        if loop.interior is None and (not ragged or loop.axis.extent < side):
+        unknown = loop.axis.size is not None
+        ragged = unknown or loop.axis.extent % side != 0
+        if loop.interior is None and (not ragged or not unknown and loop.axis.extent < side):
             carry = run(loop.steps, not ragged, first, last, carry)
         else:
             start, stop = self._interior(loop, side, first, last)
@@ -269,7 +291,7 @@ class _Program:
 
     def _interior(self, loop: Loop, side: int, first: Array, last: Array) -> tuple[Array, Array]:
         """First tile that lies inside of the axis and of the loop's interior whole, and one past the last."""
-        start, stop = first, jnp.int32(loop.axis.extent // side)
+        start, stop = first, lax.div(self._extent(loop.axis), jnp.int32(side))
         if loop.interior is not None and loop.interior.lower is not None:
             start = lax.div(self._clipped(loop.interior.lower, loop) + jnp.int32(side - 1), jnp.int32(side))
         if loop.interior is not None and loop.interior.upper is not None:
@@ -278,12 +300,11 @@ class _Program:
         return start, jnp.maximum(jnp.minimum(stop, last), start)
 
     def _clipped(self, bound: Expr, loop: Loop) -> Array:
-        return jnp.clip(self.ev.eval(bound).array, 0, loop.axis.extent).astype(jnp.int32)
+        return jnp.clip(self.ev.eval(bound).array, 0, self._extent(loop.axis)).astype(jnp.int32)
 
     def _bounds(self, loop: Loop, side: int) -> tuple[Array, Array]:
         """First tile of the loop that can contribute, and one past the last."""
-        extent = loop.axis.extent
-        first, last = jnp.int32(0), jnp.int32(-(-extent // side))
+        first, last = jnp.int32(0), self._tiles(loop.axis, side)
         if loop.lower is not None:
             first = lax.div(self._clipped(loop.lower, loop), jnp.int32(side))
         if loop.upper is not None:
@@ -294,7 +315,8 @@ class _Program:
         """This program's share of the tiles from `first` to `last`."""
         here = self.ev.start(parts)
         assert here is not None
-        share = lax.div(jnp.maximum(last - first, 0) + jnp.int32(parts.extent - 1), jnp.int32(parts.extent))
+        count = self._extent(parts)
+        share = lax.div(jnp.maximum(last - first, 0) + count - jnp.int32(1), count)
         start = jnp.minimum(first + here * share, last)
         return start, jnp.minimum(start + share, last)
 

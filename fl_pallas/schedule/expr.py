@@ -17,10 +17,15 @@ from weakref import WeakValueDictionary
 
 @dataclass(frozen=True)
 class Axis:
-    """A named axis with a positive extent. Two axes are the same if name and extent are."""
+    """A named axis with a positive extent. Two axes are the same if name, extent and size are.
+
+    Attributes:
+      size: where the extent is known at launch only; `extent` is then one that was seen.
+    """
 
     name: str
     extent: int
+    size: Size | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -30,6 +35,20 @@ class Axis:
 class Const:
     value: bool | int | float
     dtype: str
+
+
+@dataclass(frozen=True, eq=False)
+class Size:
+    """An integer that is known when a kernel is launched: `unit` times the `number`-th of its sizes.
+
+    Attributes:
+      hint: a value that was seen.
+    """
+
+    number: int
+    unit: int
+    hint: int
+    dtype: str = "i64"
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +96,7 @@ class Ref:
     dtype: str
 
 
-Expr = Const | Index | Load | Op | Reduce | Ref
+Expr = Const | Size | Index | Load | Op | Reduce | Ref
 
 _interned: WeakValueDictionary = WeakValueDictionary()
 
@@ -98,11 +117,15 @@ def _key(field: object) -> object:
     return (type(field).__name__, repr(field)) if isinstance(field, (bool, int, float)) else field
 
 
-NODE_TYPES = (Const, Index, Load, Op, Reduce, Ref)
+NODE_TYPES = (Const, Size, Index, Load, Op, Reduce, Ref)
 
 
 def const(value: bool | int | float, dtype: str) -> Expr:
     return _intern(Const, value, dtype)
+
+
+def size(number: int, unit: int, hint: int, dtype: str = "i64") -> Size:
+    return _intern(Size, number, unit, hint, dtype)  # type: ignore[return-value]
 
 
 def index(axis: Axis) -> Expr:

@@ -5,10 +5,12 @@ Only exact identities over the integers are used; floor division and modulo are 
 
 from __future__ import annotations
 
-from .expr import Const, Expr, Index, Op, const, raw_op
+from .expr import Const, Expr, Index, Op, Size, const, raw_op
 
 Bounds = tuple[int, int] | None
 Linear = tuple[dict[Expr, int], int]
+# What a size known at launch stays below, so that 32 bits hold sums of a few.
+MAX_SIZE = 2**28
 
 
 def bounds(e: Expr) -> Bounds:
@@ -16,7 +18,9 @@ def bounds(e: Expr) -> Bounds:
     if isinstance(e, Const):
         return (int(e.value), int(e.value)) if not isinstance(e.value, float) else None
     if isinstance(e, Index):
-        return 0, e.axis.extent - 1
+        return 0, (MAX_SIZE if e.axis.size is not None else e.axis.extent) - 1
+    if isinstance(e, Size):
+        return -MAX_SIZE, MAX_SIZE
     if not isinstance(e, Op):
         return None
     if "_bounds" not in e.__dict__:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from .expr import Axis, Const, Expr, Index, Load, Op, Reduce, Ref, children, free_axes, walk
+from .expr import Axis, Const, Expr, Index, Load, Op, Reduce, Ref, Size, children, free_axes, walk
 from .plan import Anchor, KernelPlan, Step, Store
 from .program import Program, Value
 
@@ -32,6 +32,8 @@ def _text(e: Expr, names: Mapping[Expr, str]) -> tuple[str, int]:
         return names[e], 9
     if isinstance(e, Const):
         return (f"{e.value:g}" if isinstance(e.value, float) else str(e.value)), 9
+    if isinstance(e, Size):
+        return f"n{e.number}", 9
     if isinstance(e, Index):
         return e.axis.name, 9
     if isinstance(e, Load):

@@ -1,0 +1,231 @@
+"""One kernel for many sizes: two kernels that differ in integers alone become one that is given them at launch.
+
+Nothing is assumed of how a plan follows from its sizes. Each call has its own plan, made for its own shapes;
+where that plan is the general one with other integers in the places that are open, its integers are the sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from ..schedule.expr import (
+    Axis,
+    Const,
+    Expr,
+    Index,
+    Load,
+    Op,
+    Reduce,
+    Ref,
+    Size,
+    index,
+    load,
+    raw_op,
+    raw_reduce,
+    ref,
+    size,
+)
+from ..schedule.integer import MAX_SIZE
+from ..schedule.plan import Choices, KernelPlan, Store
+from .triton import TensorSpec, operand_names, output_specs
+
+# Sizes that hold a stride are given in units that Triton may rely on, elements; the widest load has 16 of them.
+MAX_UNIT = 16
+# What is chosen, told or named does not make two kernels different.
+_FREE = {KernelPlan: ("name", "choices", "others", "notes"), Store: ("name",)}
+
+
+class Mismatch(Exception):
+    """Two kernels differ in more than integers that can be given at launch."""
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A plan, and how the tensors it reads and writes lie in memory."""
+
+    plan: KernelPlan
+    operands: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    sizes: int = 0
+
+
+def laid(plan: KernelPlan, operands: tuple[TensorSpec, ...]) -> Laid:
+    """A plan as it runs on these operands."""
+    return Laid(plan, operands, output_specs(plan))
+
+
+def generalise(a: Laid, b: Laid) -> Laid:
+    """One kernel for both, and for more: what they differ in is given at launch.
+
+    Raises: Mismatch.
+    """
+    numbers: dict[tuple[bool, int, int], Size] = {}
+
+    def join(x: int | Size, y: int, is_stride: bool) -> int | Size:
+        assert isinstance(x, int)
+        if x == y:
+            return x
+        key = (is_stride, x, y)
+        if key not in numbers:
+            unit = math.gcd(x, y, MAX_UNIT) if is_stride else 1
+            numbers[key] = size(len(numbers), unit, max(x, y))
+        return numbers[key]
+
+    wider = max(a.plan, b.plan, key=lambda p: math.prod(n for _, n in p.choices.tiles))
+    made = _Walk(a, b, join).laid()
+    own = {axis.name: axis for axis in (*made.plan.grid, *(loop.axis for loop in made.plan.loops))}
+    open_axes = {axis for axis in own.values() if axis.size is not None}
+    covered = set(made.plan.features) | {axis for axis in _axes(made.plan) if axis.size is not None} - open_axes
+    if any(axis.size is not None for axis in covered):
+        raise Mismatch("an axis that a tile covers whole")
+
+    def over(choices: Choices) -> Choices:
+        return replace(choices, tiles=tuple((own[axis.name], n) for axis, n in choices.tiles))
+
+    others = tuple(over(c) for c in wider.others)
+    plan = replace(made.plan, choices=over(wider.choices), others=others, notes=())
+    return replace(made, plan=plan, sizes=len(numbers))
+
+
+def sizes_of(general: Laid, own: Laid) -> tuple[int, ...]:
+    """What to give `general` at launch so that it does what `own` does.
+
+    Raises: Mismatch.
+    """
+    found: dict[int, int] = {}
+
+    def join(x: int | Size, y: int, is_stride: bool) -> int | Size:
+        if isinstance(x, int):
+            if x != y:
+                raise Mismatch("an integer that is fixed")
+            return x
+        if y % x.unit or found.setdefault(x.number, y // x.unit) != y // x.unit:
+            raise Mismatch("an integer of another unit, or two that were equal")
+        return x
+
+    _Walk(general, own, join).laid()
+    return tuple(found[n] for n in range(general.sizes))
+
+
+def programs_of(general: Laid, own: Laid) -> int:
+    """How many programs of `general` do what `own` does."""
+    sides = {axis.name: n for axis, n in general.plan.choices.tiles}
+    return math.prod(-(-axis.extent // sides.get(axis.name, 1)) for axis in own.plan.grid)
+
+
+def _axes(x: Any) -> set[Axis]:
+    """Every axis that a plan mentions."""
+    found: set[Axis] = set()
+    seen: set[int] = set()
+    stack = [x]
+    while stack:
+        y = stack.pop()
+        if id(y) in seen:
+            continue
+        seen.add(id(y))
+        if isinstance(y, Axis):
+            found.add(y)
+        elif isinstance(y, tuple):
+            stack.extend(y)
+        elif is_dataclass(y) and not isinstance(y, (Choices, Size)):
+            stack.extend(getattr(y, f.name) for f in fields(y) if f.name not in _FREE.get(type(y), ()))
+    return found
+
+
+class _Walk:
+    """Goes through two kernels side by side and rebuilds the first, each integer as `join` says."""
+
+    def __init__(self, a: Laid, b: Laid, join: Callable[[int | Size, int, bool], int | Size]):
+        self.a, self.b, self.join = a, b, join
+        self.known: dict[tuple[int, int], Expr] = {}
+        self.places = [{n: k for k, n in enumerate(operand_names(x.plan))} for x in (a, b)]
+
+    def laid(self) -> Laid:
+        plan = self.anything(self.a.plan, self.b.plan)
+        specs = [
+            tuple(map(self.spec, x, y)) if len(x) == len(y) else self.fail("operands")
+            for x, y in ((self.a.operands, self.b.operands), (self.a.outputs, self.b.outputs))
+        ]
+        return replace(self.a, plan=plan, operands=specs[0], outputs=specs[1])
+
+    def fail(self, what: str) -> Any:
+        raise Mismatch(what)
+
+    def integer(self, x: int | Size, y: int, least: int, is_stride: bool = False) -> int | Size:
+        n = self.join(x, y, is_stride)
+        if isinstance(n, Size) and not (least <= min(y, n.hint) and abs(y) < MAX_SIZE and n.hint < MAX_SIZE):
+            raise Mismatch("an integer out of range")
+        return n
+
+    def axis(self, x: Axis, y: Axis) -> Axis:
+        if x.name != y.name:
+            raise Mismatch("axes")
+        n = self.integer(x.extent if x.size is None else x.size, y.extent, 2)
+        return Axis(x.name, x.extent) if isinstance(n, int) else Axis(x.name, n.hint, n)
+
+    def spec(self, x: TensorSpec, y: TensorSpec) -> TensorSpec:
+        if (x.dtype, x.offset, len(x.shape)) != (y.dtype, y.offset, len(y.shape)):
+            raise Mismatch("tensors")
+        # Offsets beyond 32 bits are another kernel.
+        if (x.span < 2**31) != (y.span < 2**31):
+            raise Mismatch("a tensor's extent in memory")
+        assert all(isinstance(n, int) for n in (*y.shape, *y.strides))
+        shape = tuple(self.integer(n, m, 1) for n, m in zip(x.shape, y.shape))  # type: ignore[arg-type]
+        strides = tuple(self.integer(n, m, 0, True) for n, m in zip(x.strides, y.strides))  # type: ignore[arg-type]
+        return replace(x, shape=shape, strides=strides)
+
+    def anything(self, x: Any, y: Any) -> Any:
+        if isinstance(x, (Const, Size, Index, Load, Op, Reduce, Ref)):
+            key = (id(x), id(y))
+            if key not in self.known:
+                self.known[key] = self.expr(x, y)
+            return self.known[key]
+        if isinstance(x, Axis):
+            return self.axis(x, y) if isinstance(y, Axis) else self.fail("kinds")
+        if type(x) is not type(y):
+            raise Mismatch("kinds")
+        if isinstance(x, tuple):
+            return tuple(map(self.anything, x, y)) if len(x) == len(y) else self.fail("lengths")
+        if is_dataclass(x):
+            free = _FREE.get(type(x), ())
+            new = {
+                f.name: self.anything(getattr(x, f.name), getattr(y, f.name)) for f in fields(x) if f.name not in free
+            }
+            return replace(x, **new)  # type: ignore[type-var]
+        if isinstance(x, int) and not isinstance(x, bool):
+            return self.integer(x, y, 1)
+        return x if x == y else self.fail("values")
+
+    def expr(self, x: Expr, y: Expr) -> Expr:
+        if isinstance(x, (Const, Size)):
+            if not isinstance(y, Const) or x.dtype != y.dtype:
+                raise Mismatch("kinds")
+            old = x if isinstance(x, Size) else x.value
+            if isinstance(old, Const) or type(y.value) is not int or isinstance(old, (bool, float)):
+                same = isinstance(x, Const) and type(x.value) is type(y.value) and repr(x.value) == repr(y.value)
+                return x if same else self.fail("constants")
+            n = self.integer(old, y.value, -MAX_SIZE)
+            return x if isinstance(n, int) else n
+        if type(x) is not type(y) or x.dtype != y.dtype:
+            raise Mismatch("kinds")
+        if isinstance(x, Index):
+            assert isinstance(y, Index)
+            return index(self.axis(x.axis, y.axis))
+        if isinstance(x, Load):
+            assert isinstance(y, Load)
+            if self.places[0][x.source] != self.places[1][y.source]:
+                raise Mismatch("operands")
+            return load(x.source, self.anything(x.index, y.index), x.dtype)
+        if isinstance(x, Op):
+            assert isinstance(y, Op)
+            return raw_op(x.name, self.anything(x.args, y.args), x.dtype) if x.name == y.name else self.fail("ops")
+        if isinstance(x, Reduce):
+            assert isinstance(y, Reduce)
+            if x.kind != y.kind:
+                raise Mismatch("reductions")
+            return raw_reduce(x.kind, self.axis(x.axis, y.axis), self.anything(x.body, y.body), x.dtype)
+        assert isinstance(y, Ref)
+        return ref(x.name, self.anything(x.axes, y.axes), x.dtype) if x.name == y.name else self.fail("references")
