@@ -13,10 +13,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ..errors import Unsupported
-from ..schedule.expr import Axis, Expr, Index, Load, Reduce, free_axes, index, loads, reductions, ref_names, walk
+from ..schedule.expr import Axis, Expr, Index, Load, Reduce, Ref, children, free_axes, index, loads, reductions, ref_names, walk
 from ..schedule.inner import as_product
 from ..schedule.integer import from_linear, linear
-from ..schedule.plan import Accumulator, KernelPlan, Loop, Step
+from ..schedule.plan import Accumulator, KernelPlan, Loop, Step, bounds_of
 from .pointwise import POINTWISE
 from .tile import COMBINE, JNP, Evaluator, Operand, Scope, Tile, identity_of
 
@@ -56,9 +56,7 @@ def expressions(plan: KernelPlan) -> list[Expr]:
     """Every expression of a plan."""
     out: list[Expr] = []
     for loop in plan.loops:
-        out += [e for e in (loop.lower, loop.upper) if e is not None]
-        if loop.interior is not None:
-            out += [e for e in (loop.interior.lower, loop.interior.upper) if e is not None]
+        out += [e for e in bounds_of(loop) if e is not None]
         out += [e for s in loop.steps for e in _step_expressions(s)]
     return out + [s.expr for s in plan.stores]
 
@@ -168,11 +166,21 @@ def grid_size(plan: KernelPlan) -> int:
 
 
 def _grows(plan: KernelPlan, axis: Axis) -> bool:
-    """Whether some loop ends later the further a tile lies along `axis`, and none begins later."""
-    ends = [f"{axis.name}.last", f"{axis.name}.first"]
-    upper = any(loop.upper is not None and ref_names(loop.upper) & set(ends) for loop in plan.loops)
-    lower = any(loop.lower is not None and ref_names(loop.lower) & set(ends) for loop in plan.loops)
+    """Whether some loop ends later the further a tile lies along `axis`, and none begins later.
+
+    Bounds that data give, by reductions over it, tell nothing of the kind.
+    """
+    ends = {f"{axis.name}.last", f"{axis.name}.first"}
+    upper = any(loop.upper is not None and _plain_refs(loop.upper) & ends for loop in plan.loops)
+    lower = any(loop.lower is not None and _plain_refs(loop.lower) & ends for loop in plan.loops)
     return upper and not lower
+
+
+def _plain_refs(e: Expr) -> frozenset[str]:
+    """Names of the references inside `e` and outside of its reductions."""
+    if isinstance(e, Reduce):
+        return frozenset()
+    return ref_names(e) if isinstance(e, Ref) else frozenset().union(*map(_plain_refs, children(e)))
 
 
 def _programs(plan: KernelPlan, axis: Axis) -> int:

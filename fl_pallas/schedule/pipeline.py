@@ -11,6 +11,7 @@ from .passes.cut import cut
 from .passes.fuse import fuse
 from .passes.grow_regions import Region, Rejected, grow_regions
 from .passes.resolve_views import resolve_views
+from .passes.skip_tiles import skip_tiles
 from .passes.split_reductions import split_reductions
 from .passes.stream import stream
 from .plan import KernelPlan
@@ -57,7 +58,8 @@ def schedule(program: Program, target: Target = HOPPER, record: Record = lambda 
                 record("cut", fused_text(part))
                 loops, stores, notes = stream(part, compute)
                 plan = build_plan(f"r{n}_k{len(plans)}", part, loops, stores, notes, compute, target)
-                record("plan", plan_text(plan))
-                plans.append(plan)
+                for made in skip_tiles(plan):
+                    record("plan", plan_text(made))
+                    plans.append(made)
         kernels.append(tuple(plans))
     return Schedule(program, growth.regions, tuple(kernels), growth.rejected)

@@ -69,6 +69,12 @@ class Loop:
     interior: Interior | None = None
 
 
+def bounds_of(loop: Loop) -> tuple[Expr | None, ...]:
+    """Lower and upper bound of a loop, then those of its interior if it has one."""
+    inner = (loop.interior.lower, loop.interior.upper) if loop.interior else ()
+    return (loop.lower, loop.upper, *inner)
+
+
 @dataclass(frozen=True)
 class Store:
     """An output: its elements over `axes` (its dimensions in order), from final accumulators and operands."""
