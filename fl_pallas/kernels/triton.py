@@ -13,7 +13,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ..errors import Unsupported
-from ..schedule.expr import Axis, Expr, Index, Load, Reduce, Ref, children, free_axes, index, loads, reductions, ref_names, walk
+from ..schedule.expr import (
+    Axis,
+    Expr,
+    Index,
+    Load,
+    Reduce,
+    Ref,
+    children,
+    free_axes,
+    index,
+    loads,
+    reductions,
+    ref_names,
+    walk,
+)
 from ..schedule.inner import as_product
 from ..schedule.integer import from_linear, linear
 from ..schedule.plan import Accumulator, KernelPlan, Loop, Step, bounds_of
