@@ -13,7 +13,7 @@ from fl_pallas.capture import translate
 from fl_pallas.capture.aten import to_aten
 from fl_pallas.schedule.expr import Axis, Expr, Index, Ref
 from fl_pallas.schedule.pipeline import Schedule, schedule
-from fl_pallas.schedule.plan import Accumulator, KernelPlan, Loop, Step
+from fl_pallas.schedule.plan import Accumulator, KernelPlan, Loop, Step, bounds_of
 from fl_pallas.schedule.program import Program
 
 from .evaluate import _REDUCTIONS, Scope, _Evaluator, evaluate, storage
@@ -55,7 +55,7 @@ class PlanRun:
       plan: what to run.
       known: its operands.
       side: side of the tiles of every loop; None: as the plan chose.
-      bounded: whether the loops honour `lower` and `upper`, by the plan's own grid tiles.
+      bounded: whether the loops honour their bounds and interiors, by the plan's own grid tiles.
     """
 
     plan: KernelPlan
@@ -112,10 +112,17 @@ class PlanRun:
         last = loop.axis.extent if last is None else last
         side = self.side or self.plan.choices.tile(loop.axis)
         assert side
-        low, high = self.limits(loop) if self.bounded else (None, None)
+        low, high, *inner = self.limits(loop) if self.bounded else (None, None)
         now = self.initial(loop)
         for start in range(first, last, side):
-            new = self._tile(loop, {**outer}, now, start, min(last, start + side))
+            new = self._tile(loop.steps, loop.axis, {**outer}, now, start, min(last, start + side))
+            if loop.interior is not None and inner and start + side <= loop.axis.extent:
+                bare = self._tile(loop.interior.steps, loop.axis, {**outer}, now, start, start + side)
+                within = np.ones((1,) * len(self.scope), bool)
+                for n, end in enumerate(inner):
+                    if end is not None:
+                        within = within & (end <= start if n == 0 else start + side <= end)
+                new = {name: np.where(within, bare[name], x) for name, x in new.items()}
             if self.bounded:
                 runs = np.ones((1,) * len(self.scope), bool)
                 if low is not None:
@@ -126,12 +133,12 @@ class PlanRun:
             now = new
         return now
 
-    def _tile(self, loop: Loop, held: Held, now: Held, start: int, stop: int) -> Held:
+    def _tile(self, steps: tuple[Step, ...], axis: Axis, held: Held, now: Held, start: int, stop: int) -> Held:
         new: Held = {}
-        scope = (*self.scope, loop.axis)
-        for step in loop.steps:
+        scope = (*self.scope, axis)
+        for step in steps:
             held[f"{step.name}.old"] = now[step.name]
-            ev = TileEvaluator(self.known, held, {loop.axis: (start, stop)})
+            ev = TileEvaluator(self.known, held, {axis: (start, stop)})
             with np.errstate(all="ignore"):
                 if isinstance(step, Accumulator):
                     part = ev.at(step.update, scope)
@@ -145,8 +152,8 @@ class PlanRun:
             held[step.name] = new[step.name] = made
         return new
 
-    def limits(self, loop: Loop) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """lower and upper over the parallel axes, by the plan's grid tiles."""
+    def limits(self, loop: Loop) -> tuple[np.ndarray | None, ...]:
+        """The bounds of a loop and of its interior over the parallel axes, by the plan's grid tiles."""
         ends: Held = {}
         for n, axis in enumerate(self.scope):
             side = self.plan.choices.tile(axis) or 1
@@ -156,8 +163,7 @@ class PlanRun:
             ends[f"{axis.name}.first"] = first
             ends[f"{axis.name}.last"] = np.minimum(first + side, axis.extent) - 1
         ev = TileEvaluator(self.known, ends)
-        low, high = (None if e is None else ev.at(e, self.scope) for e in (loop.lower, loop.upper))
-        return low, high
+        return tuple(None if e is None else ev.at(e, self.scope) for e in bounds_of(loop))
 
 
 @dataclass(frozen=True)
