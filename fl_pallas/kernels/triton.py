@@ -258,14 +258,18 @@ class _Program:
         return scope
 
     def _loop(self, loop: Loop, outer: Scope) -> None:
-        """Run a loop: masked tiles, then those that need no mask, then masked ones again."""
+        """Run a loop: the tiles that need no mask, then the masked ones on both sides of them."""
         ev, side = self.ev, self.plan.choices.tile(loop.axis) or 1
         names = [n for s in loop.steps for n in (s.name, f"{s.name}.old")]
         probe = Scope({loop.axis: jnp.int32(0)}, {loop.axis: side}, dict.fromkeys(names))  # type: ignore[arg-type]
         ev.hoist((e for s in loop.steps for e in _step_expressions(s)), probe)
 
-        def run(steps: tuple[Step, ...], whole: bool, first: Array, last: Array, carry: tuple) -> tuple:
+        def run(
+            steps: tuple[Step, ...], whole: bool, first: Array, last: Array, carry: tuple, hole: tuple | None = None
+        ) -> tuple:
             def body(n: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+                if hole is not None:
+                    n = n + jnp.where(n >= hole[0], hole[1] - hole[0], 0)
                 scope = ev.push({loop.axis: n * jnp.int32(side)}, {loop.axis: side})
                 scope.refs.update(dict.fromkeys(names))  # type: ignore[arg-type]
                 scope.whole = frozenset((loop.axis,)) if whole else frozenset()
@@ -273,7 +277,8 @@ class _Program:
                 ev.pop()
                 return new
 
-            return lax.fori_loop(first, last, body, carry)
+            size = 0 if hole is None else hole[1] - hole[0]
+            return lax.fori_loop(first, last - size, body, carry)
 
         carry = tuple(self._initial(s) for s in loop.steps)
         first, last = self._bounds(loop, side)
@@ -282,10 +287,12 @@ class _Program:
             carry = run(loop.steps, not ragged, first, last, carry)
         else:
             start, stop = self._interior(loop, side, first, last)
-            if loop.interior is not None and loop.interior.lower is not None:
-                carry = run(loop.steps, False, first, start, carry)
             carry = run(loop.interior.steps if loop.interior else loop.steps, True, start, stop, carry)
-            carry = run(loop.steps, False, stop, last, carry)
+            if loop.interior is not None and loop.interior.lower is not None:
+                # One loop over both sides: its code and its registers are not needed twice.
+                carry = run(loop.steps, False, first, last, carry, (start, stop))
+            else:
+                carry = run(loop.steps, False, stop, last, carry)
         for s, x in zip(loop.steps, carry, strict=True):
             outer.refs[s.name] = self._tile(s, x)
 

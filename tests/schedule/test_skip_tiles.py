@@ -70,7 +70,8 @@ def times_with_a_nan() -> Tensor:
 
 
 def padding(empty: bool = False) -> Tensor:
-    keep = torch.arange(LENGTH) < torch.tensor([[290], [0 if empty else 700]])
+    # PyTorch's bfloat16 product on a CPU spreads a row's NaN inside of its block of rows, so blocks end here.
+    keep = torch.arange(LENGTH) < torch.tensor([[288], [0 if empty else 700]])
     return keep | (torch.arange(LENGTH) == 100) & (not empty)
 
 
