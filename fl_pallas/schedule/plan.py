@@ -58,7 +58,8 @@ class Loop:
     """A loop over `axis`, running `steps` in order at each tile.
 
     `lower` and `upper` bound the indices that can contribute, as scalar expressions of `<axis>.first`
-    and `<axis>.last`, the ends of the current tile of a grid axis; None where nothing is known.
+    and `<axis>.last`, the ends of the current tile of a grid axis; None where nothing is known. They
+    may load tensors, and reduce over axes of their own, taken whole.
     Tiles inside of `interior` take its steps, which differ only by masks left out.
     """
 

@@ -160,6 +160,29 @@ def test_end_to_end(name: str, dtype: torch.dtype, device: torch.device) -> None
     run_and_check(fn, fl.compile(fn), tuple(t.to(device) for t in inputs), name=name)
 
 
+def two_passes(q: Tensor, k: Tensor, v: Tensor, doc: Tensor) -> Tensor:
+    scores = (q @ k.transpose(-1, -2)).masked_fill(doc[:, None] != doc, float("-inf"))
+    weights = scores.softmax(-1)
+    return torch.where(weights > 0.01, weights, 0) @ v
+
+
+def decoding(q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> Tensor:
+    return (q[:, :, :1] @ k.transpose(-1, -2)).masked_fill(~valid[:, None, None], float("-inf")).softmax(-1) @ v
+
+
+def unnormalised(q: Tensor, k: Tensor, v: Tensor, doc: Tensor) -> Tensor:
+    return torch.where(doc[:, None] == doc, q @ k.transpose(-1, -2), 0) @ v
+
+
+@pytest.mark.parametrize(
+    "fn, data", [(two_passes, lambda: ids()[0]), (decoding, padding), (unnormalised, lambda: ids()[0])]
+)
+def test_other_programs(fn: Callable[..., Tensor], data: Callable[[], Tensor], device: torch.device) -> None:
+    inputs = tuple(t.to(device) for t in (*(torch.randn(2, 2, LENGTH, 16) for _ in range(3)), data()))
+    assert fl.explain(fn, *inputs).kernels[0].name == "r0_k0_tiles"
+    run_and_check(fn, fl.compile(fn), inputs)
+
+
 def test_short_loops_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skipping, "MIN_EXTENT", LENGTH + 1)
     run = captured(attention(PATTERNS["documents"][0]), tensors("documents"))

@@ -50,29 +50,38 @@ def _bounded(loop: Loop, tables: _Tables) -> Loop:
     _, possible = truth(contribution(loop), known.span, known.parts)
     if not tables.reads(possible):
         return loop
-    each = known.granules
-    start, size = op("mul", index(each), const(tables.granule, "i64"), dtype="i64"), const(tables.granule, "i64")
-    stop, end = op("add", start, size, dtype="i64"), const(loop.axis.extent, "i64")
-    lower = reduce("min", each, select(possible, start, end), "i64")
-    upper = reduce("max", each, select(possible, stop, const(0, "i64")), "i64")
-    loop = replace(loop, lower=narrowed(loop.lower, lower, "max"), upper=narrowed(loop.upper, upper, "min"))
+    start, last = known.ends(loop.axis)
+    stop = op("add", last, const(1, "i64"), dtype="i64")
+    lower = reduce("min", known.granules, select(possible, start, const(loop.axis.extent, "i64")), "i64")
+    upper = reduce("max", known.granules, select(possible, stop, const(0, "i64")), "i64")
+    return replace(
+        loop,
+        lower=narrowed(loop.lower, lower, "max"),
+        upper=narrowed(loop.upper, upper, "min"),
+        interior=_interior(loop, known),
+    )
 
-    # The first run of granules in which every mask that reads data lets everything through.
-    everywhere, replaced = TRUE, {}
+
+def _interior(loop: Loop, known: _Known) -> Interior | None:
+    """The interior of `loop`, within the first run of granules that all masks on data let through whole."""
+    everywhere = TRUE
+    replaced: dict[Expr, Expr] = {}
     steps = loop.interior.steps if loop.interior else loop.steps
     for test, kept in masks(steps):
         certain, _ = truth(test if kept else negate(test), known.span, known.parts)
-        if loop.axis in free_axes(test) and tables.reads(certain):
+        if loop.axis in free_axes(test) and known.tables.reads(certain):
             replaced[test] = TRUE if kept else FALSE
             everywhere = op("and", everywhere, certain, dtype="bool")
     if not replaced:
-        return loop
-    first = reduce("min", each, select(everywhere, start, end), "i64")
-    beyond = op("and", negate(everywhere), op("gt", start, first, dtype="bool"), dtype="bool")
-    last = reduce("min", each, select(beyond, start, end), "i64")
+        return loop.interior
+    start, _ = known.ends(loop.axis)
+    end = const(loop.axis.extent, "i64")
+    lower = reduce("min", known.granules, select(everywhere, start, end), "i64")
+    beyond = op("and", negate(everywhere), op("gt", start, lower, dtype="bool"), dtype="bool")
+    upper = reduce("min", known.granules, select(beyond, start, end), "i64")
     if loop.interior is not None:
-        first, last = narrowed(loop.interior.lower, first, "max"), narrowed(loop.interior.upper, last, "min")
-    return replace(loop, interior=Interior(first, last, unmasked(steps, replaced)))
+        lower, upper = narrowed(loop.interior.lower, lower, "max"), narrowed(loop.interior.upper, upper, "min")
+    return Interior(lower, upper, unmasked(steps, replaced))
 
 
 class _Known:
@@ -97,7 +106,7 @@ class _Known:
             return None
         (axis,) = parts
         if isinstance(e, Index):
-            return self._ends(axis)
+            return self.ends(axis)
         if not any(axis in free_axes(n) for n in loads(e)) or any(isinstance(n, Reduce) for n in walk(e)):
             return None
         if is_float(e.dtype) and not isinstance(e, Load):
@@ -105,7 +114,8 @@ class _Known:
             return None
         return self._column(e) if axis == self.axis else self._row(e, axis)
 
-    def _ends(self, axis: Axis) -> Span:
+    def ends(self, axis: Axis) -> Span:
+        """First and last index of the granule, or of the rows; beyond the axis where that ends first."""
         if axis != self.axis:
             return ref(f"{axis.name}.first", (), "i64"), ref(f"{axis.name}.last", (), "i64")
         size = self.tables.granule
@@ -119,7 +129,7 @@ class _Known:
     def _row(self, e: Expr, axis: Axis) -> Span:
         """Over the granules of the first and last row: a granule is no narrower than half of a tile."""
         size = const(self.tables.granule, "i64")
-        at = [op("floordiv", end, size, dtype="i64") for end in self._ends(axis)]
+        at = [op("floordiv", end, size, dtype="i64") for end in self.ends(axis)]
         low, high = ([self.tables.read(kind, e, axis, t) for t in at] for kind in _kinds(e))
         join = ("and", "or") if e.dtype == "bool" else ("min", "max")
         return op(join[0], *low, dtype=e.dtype), op(join[1], *high, dtype=e.dtype)
