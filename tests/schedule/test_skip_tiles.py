@@ -289,13 +289,12 @@ def test_any_mask(condition: Expr, side: int, seed: int) -> None:
     for p in before:
         known |= PlanRun(p, known, bounded=True).run()
     run = PlanRun(plan, known, bounded=True)
-    low, high, *inner = (None if x is None else x.reshape(*x.shape, 1) for x in run.limits(plan.loops[0]))
+    sides = zip(run.limits(plan.loops[0]), (0, J.extent) * 2, strict=False)
+    low, high, *inner = (np.asarray(missing if e is None else e[..., None]) for e, missing in sides)
     at = np.arange(J.extent)
     shape = (B.extent, ROWS.extent, J.extent)
     counts = np.broadcast_to(TileEvaluator(known, {}).at(contribution(loop), (B, ROWS, J)), shape)
-    runs = (at >= (0 if low is None else low)) & (at < (J.extent if high is None else high))
-    assert not (counts & ~runs).any(), plan_text(plan)
+    assert not (counts & ~((at >= low) & (at < high))).any(), plan_text(plan)
     if inner:
-        whole = (at >= inner[0]) & (at < inner[1])
-        assert not (whole & ~counts).any(), plan_text(plan)
+        assert not ((at >= inner[0]) & (at < inner[1]) & ~counts).any(), plan_text(plan)
     np.testing.assert_array_equal(run.run()["out"], PlanRun(plan, known).run()["out"])
