@@ -40,6 +40,20 @@ def differential(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (torch.softmax(q1 @ k1.mT / 8, -1) - 0.3 * torch.softmax(q2 @ k2.mT / 8, -1)) @ v
 
 
+def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i = torch.arange(q.shape[-2], device=q.device)
+    slopes = 2.0 ** (-8 / q.shape[1] * torch.arange(1, q.shape[1] + 1, device=q.device))
+    bias = slopes[:, None, None] * (i[None, :] - i[:, None])
+    return torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]) + bias, -1).to(v.dtype) @ v
+
+
+def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i = torch.arange(q.shape[-2], device=q.device)
+    far = (i[None, :] > i[:, None]) | (i[:, None] - i[None, :] >= 256)
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(far, -math.inf)
+    return torch.softmax(scores, -1) @ v
+
+
 def candidates(plan: KernelPlan) -> list[KernelPlan]:
     """The plan with other tiles of its row and loop axes, warps and stages."""
     tiles = dict(plan.choices.tiles)
@@ -106,6 +120,8 @@ def main() -> None:
             ("vanilla", vanilla),
             ("causal", causal),
             ("softcap", softcap),
+            ("alibi", alibi),
+            ("window", window),
             ("differential", differential),
         ):
             torch.compiler.reset()

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+
+# oneDNN's AMX product of bfloat16 matrices carries the NaN of one row into others (torch 2.13): such a reference
+# is worth nothing. It reads this when PyTorch first multiplies.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -11,7 +11,7 @@ import torch
 
 from fl_pallas.capture import translate
 from fl_pallas.capture.aten import to_aten
-from fl_pallas.schedule.expr import Axis, Expr, Index, Ref
+from fl_pallas.schedule.expr import Axis, Expr, Index, Ref, index
 from fl_pallas.schedule.pipeline import Schedule, schedule
 from fl_pallas.schedule.plan import Accumulator, KernelPlan, Loop, Step, bounds_of
 from fl_pallas.schedule.program import Program
@@ -83,7 +83,9 @@ class PlanRun:
                 array = TileEvaluator(self.known, held).at(s.expr, s.axes if not held else self.scope)
                 array = array if not held else self._of(array, s.axes)
                 shape = tuple(a.extent for a in s.axes)
-                out[s.name] = np.broadcast_to(array, shape).astype(storage(s.dtype))
+                array = np.broadcast_to(array, shape).astype(storage(s.dtype))
+                out[s.name] = np.empty(s.shape, array.dtype)
+                out[s.name][tuple(TileEvaluator({}, {}).at(i, s.axes) for i in s.index)] = array
         return out
 
     def _of(self, array: np.ndarray, axes: Sequence[Axis]) -> np.ndarray:
@@ -112,26 +114,37 @@ class PlanRun:
         last = loop.axis.extent if last is None else last
         side = self.side or self.plan.choices.tile(loop.axis)
         assert side
-        low, high, *inner = self.limits(loop) if self.bounded else (None, None)
+        runs = self._runs(loop, side) if self.bounded or loop.parts is not None else None
+        inner = self.limits(loop)[2:] if self.bounded else ()
         now = self.initial(loop)
         for start in range(first, last, side):
             new = self._tile(loop.steps, loop.axis, {**outer}, now, start, min(last, start + side))
             if loop.interior is not None and inner and start + side <= loop.axis.extent:
                 bare = self._tile(loop.interior.steps, loop.axis, {**outer}, now, start, start + side)
-                within = np.ones((1,) * len(self.scope), bool)
-                for n, end in enumerate(inner):
-                    if end is not None:
-                        within = within & (end <= start if n == 0 else start + side <= end)
+                low, high = (x if x is not None else missing for x, missing in zip(inner, (0, last), strict=True))
+                within = (low <= start) & (start + side <= np.asarray(high))
                 new = {name: np.where(within, bare[name], x) for name, x in new.items()}
-            if self.bounded:
-                runs = np.ones((1,) * len(self.scope), bool)
-                if low is not None:
-                    runs = runs & (start // side >= np.clip(low, 0, loop.axis.extent) // side)
-                if high is not None:
-                    runs = runs & (start // side < -(-np.clip(high, 0, loop.axis.extent) // side))
-                new = {name: np.where(runs, x, now[name]) for name, x in new.items()}
+            if runs is not None:
+                begin, end = runs
+                here = (start // side >= begin) & (start // side < end)
+                new = {name: np.where(here, x, now[name]) for name, x in new.items()}
             now = new
         return now
+
+    def _runs(self, loop: Loop, side: int) -> tuple[np.ndarray, np.ndarray]:
+        """First tile of the loop that each program runs, and one past the last."""
+        begin, end = np.array(0), np.array(-(-loop.axis.extent // side))
+        low, high = self.limits(loop)[:2] if self.bounded else (None, None)
+        if low is not None:
+            begin = np.clip(low, 0, loop.axis.extent) // side
+        if high is not None:
+            end = -(-np.clip(high, 0, loop.axis.extent) // side)
+        if loop.parts is None:
+            return begin, end
+        part = TileEvaluator({}, {}).at(index(loop.parts), self.scope)
+        share = -(-np.maximum(end - begin, 0) // loop.parts.extent)
+        first = np.minimum(begin + part * share, end)
+        return first, np.minimum(first + share, end)
 
     def _tile(self, steps: tuple[Step, ...], axis: Axis, held: Held, now: Held, start: int, stop: int) -> Held:
         new: Held = {}

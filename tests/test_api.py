@@ -497,7 +497,11 @@ print(config)
 
 def in_a_fresh_process(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("FL_")}
-    env = {**kept, "PYTHONPATH": str(ROOT), **environment}
+    env = {
+        **kept,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        **environment,
+    }
     return subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
 
 

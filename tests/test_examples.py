@@ -19,7 +19,11 @@ def test_example(name: str) -> None:
     package = NEEDS.get(name)
     if package and not importlib.util.find_spec(package):
         pytest.skip(f"{package} is not installed: pip install 'fl_pallas[examples]'")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

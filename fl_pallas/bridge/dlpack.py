@@ -90,6 +90,4 @@ class DlpackKernel:
             views = [flat_view(t) for t in operands]
             run = self._compiled(tuple(spec for _, spec in views), matmul_precision(self.interpret))
             results = run(*(to_jax(flat) for flat, _ in views))
-            return [
-                to_torch(x, [a.extent for a in s.axes], s.dtype) for x, s in zip(results, self.plan.stores, strict=True)
-            ]
+            return [to_torch(x, s.shape, s.dtype) for x, s in zip(results, self.plan.stores, strict=True)]

@@ -73,7 +73,7 @@ class DirectKernel:
         self.plan, self.names, self.tune = plan, operand_names(plan), tune
         self._device = device
         self._programs = grid_size(plan)
-        self._outputs = [(tuple(a.extent for a in s.axes), torch_dtype(s.dtype)) for s in plan.stores]
+        self._outputs = [(s.shape, torch_dtype(s.dtype)) for s in plan.stores]
         self._versions: dict[tuple[Any, ...], _Launch] = {}
         self._copied: dict[tuple[Any, ...], frozenset[str]] = {}
         self._lock = threading.Lock()

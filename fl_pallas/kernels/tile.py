@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from ..errors import ScheduleError
 from ..schedule.dtype import is_float
 from ..schedule.expr import Axis, Const, Expr, Index, Load, Op, Reduce, Ref, children, free_axes, loads, ref_names
-from ..schedule.inner import Product, as_product, covering_tile, is_sequential
+from ..schedule.inner import Product, as_product, as_vector_product, covering_tile, is_sequential
 from ..schedule.integer import bounds, from_linear, linear
 from .pointwise import POINTWISE
 
@@ -29,6 +29,8 @@ JNP = {
 IDENTITY = {"sum": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf, "any": False, "all": True}
 UNROLL = 8
 CHUNK = 64
+# Least side of a matrix product.
+ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -320,9 +322,13 @@ class Evaluator:
         lowering's do not by themselves.
         """
         if kind == "sum" and is_float(body.dtype):
-            product = as_product(body, axis, self.wide(free_axes(body)))
+            wide = self.wide(free_axes(body))
+            product = as_product(body, axis, wide)
             if product is not None:
                 return self.matmul(product, axis, dtype)
+            product = as_vector_product(body, axis, wide)
+            if product is not None and dtype in ("bf16", "f16") and self._fills(product, axis):
+                return self.vector_matmul(product, axis, dtype)
         axes = self.sorted_axes(free_axes(body) | {axis})
         x = self.spread(self.eval(body), axes)
         if kind in ("any", "all"):
@@ -344,6 +350,10 @@ class Evaluator:
     def matmul(self, p: Product, axis: Axis, dtype: str) -> Tile:
         """A sum of products as a matrix product of 2-D tiles."""
         left, right = (self._side(side, axis, dtype) for side in (p.left, p.right))
+        return self._scaled(self._product(left, right, axis), p.scale)
+
+    def _product(self, left: Tile, right: Tile, axis: Axis) -> Tile:
+        """left · right, summed over `axis`."""
         rows = tuple(a for a in left.axes if a != axis)
         columns = tuple(a for a in right.axes if a != axis)
         contract = right.axes.index(axis) if len(right.axes) == 2 else 0
@@ -358,12 +368,37 @@ class Evaluator:
         )
         shape = tuple(self.side(x) for x in (*rows, *columns))
         axes = self.sorted_axes((*rows, *columns))
-        tile = self._transposed(Tile(out.reshape(shape) if out.shape != shape else out, (*rows, *columns)), axes)
-        for f in p.scale:
+        return self._transposed(Tile(out.reshape(shape) if out.shape != shape else out, (*rows, *columns)), axes)
+
+    def _scaled(self, tile: Tile, scale: tuple[Expr, ...]) -> Tile:
+        for f in scale:
             t = self.eval(f)
             union = self.sorted_axes({*tile.axes, *t.axes})
             tile = Tile(self.spread(tile, union) * self.spread(t, union), union)
         return tile
+
+    def _fills(self, p: Product, axis: Axis) -> bool:
+        """Whether the matrix of a vector product is large enough for the matrix unit."""
+        columns = self.wide(a for f in p.right for a in free_axes(f)) - {axis}
+        return self.side(axis) >= ROWS and math.prod(map(self.side, columns)) >= ROWS
+
+    def vector_matmul(self, p: Product, axis: Axis, dtype: str) -> Tile:
+        """A vector times a matrix as a matrix product of equal rows.
+
+        The arithmetic is wasted, but costs less than loading the matrix; and what feeds a matrix product is
+        loaded ahead of its use, asynchronously.
+        """
+        vector, matrix = (self._side(side, axis, dtype) for side in (p.left, p.right))
+        rows = Axis("%rows", ROWS)
+        self.push({}, {rows: ROWS})
+        try:
+            spread = Tile(lax.broadcast_in_dim(vector.array, (ROWS, self.side(axis)), (1,)), (rows, axis))
+            out = self._product(spread, matrix, axis)
+            first = self.spread(Tile(lax.iota(jnp.int32, ROWS) == 0, (rows,)), out.axes)
+            one = jnp.sum(jnp.where(first, out.array, jnp.zeros_like(out.array)), axis=out.axes.index(rows))
+        finally:
+            self.pop()
+        return self._scaled(Tile(one, tuple(a for a in out.axes if a != rows)), p.scale)
 
     def _side(self, side: tuple[Expr, ...], axis: Axis, dtype: str) -> Tile:
         """One side of a matrix product, 0 beyond the end of `axis`, in the type it is multiplied in."""

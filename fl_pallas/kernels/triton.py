@@ -22,7 +22,6 @@ from ..schedule.expr import (
     Ref,
     children,
     free_axes,
-    index,
     loads,
     reductions,
     ref_names,
@@ -149,7 +148,7 @@ def pallas_function(
     """
     check_supported(plan, interpret)
     names = operand_names(plan)
-    outputs = [contiguous(tuple(a.extent for a in s.axes), s.dtype) for s in plan.stores]
+    outputs = [contiguous(s.shape, s.dtype) for s in plan.stores]
 
     def kernel(*refs: object) -> None:
         operands = {
@@ -227,7 +226,7 @@ class _Program:
         for store, result in zip(self.plan.stores, self.results, strict=True):
             axes = self.ev.sorted_axes(store.axes)
             value = self.ev.spread(self.ev.eval(store.expr), axes)
-            offset, inside = self.ev.address(result, tuple(index(a) for a in store.axes), axes)
+            offset, inside = self.ev.address(result, store.index, axes)
             stored = JNP["u8" if result.dtype == "bool" else result.dtype]
             plgpu.store(result.ref.at[offset], value.astype(stored), mask=inside)  # type: ignore[attr-defined]
 
@@ -317,7 +316,15 @@ class _Program:
             first = lax.div(self._clipped(loop.lower, loop), jnp.int32(side))
         if loop.upper is not None:
             last = lax.div(self._clipped(loop.upper, loop) + jnp.int32(side - 1), jnp.int32(side))
-        return first, last
+        return (first, last) if loop.parts is None else self._part(loop.parts, first, last)
+
+    def _part(self, parts: Axis, first: Array, last: Array) -> tuple[Array, Array]:
+        """This program's share of the tiles from `first` to `last`."""
+        here = self.ev.start(parts)
+        assert here is not None
+        share = lax.div(jnp.maximum(last - first, 0) + jnp.int32(parts.extent - 1), jnp.int32(parts.extent))
+        start = jnp.minimum(first + here * share, last)
+        return start, jnp.minimum(start + share, last)
 
     def _step(self, step: Step, old: Array, axis: Axis, scope: Scope) -> Array:
         ev = self.ev

@@ -35,6 +35,23 @@ def as_product(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Product | None
     The factors that vary along the axis are grouped so that factors sharing a tiled axis stay
     together; two groups or more make a product. `tiled` are all axes wider than one index.
     """
+    groups, plain, scale = _grouped(body, axis, tiled)
+    if len(groups) < 2:
+        return None
+    first, *rest = groups
+    return Product((*first, *plain), tuple(f for g in rest for f in g), scale)
+
+
+def as_vector_product(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Product | None:
+    """`body` as a vector along `axis` (left) times a matrix, or None."""
+    groups, plain, scale = _grouped(body, axis, tiled)
+    return Product(plain, groups[0], scale) if plain and len(groups) == 1 else None
+
+
+def _grouped(
+    body: Expr, axis: Axis, tiled: frozenset[Axis]
+) -> tuple[list[tuple[Expr, ...]], tuple[Expr, ...], tuple[Expr, ...]]:
+    """The factors that vary along `axis`, in groups that share no other tiled axis; those with none; the rest."""
     varying = [f for f in factors(body) if axis in free_axes(f)]
     scale = tuple(f for f in factors(body) if axis not in free_axes(f))
     groups: list[tuple[frozenset[Axis], list[Expr]]] = []
@@ -47,10 +64,7 @@ def as_product(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Product | None
         touching = [g for g in groups if g[0] & own]
         merged = own.union(*(g[0] for g in touching)), [*(x for g in touching for x in g[1]), f]
         groups = [g for g in groups if g not in touching] + [merged]
-    if len(groups) < 2:
-        return None
-    first, *rest = groups
-    return Product((*first[1], *plain), tuple(f for g in rest for f in g[1]), scale)
+    return [tuple(g[1]) for g in groups], tuple(plain), scale
 
 
 def is_sequential(r: Reduce, tiled: frozenset[Axis]) -> bool:

@@ -175,6 +175,9 @@ def _selection(e: Op, scope: Scope) -> list[Term]:
 def _gated(t: Term, condition: Expr, scope: Scope) -> Term:
     if not scope.varies(condition):
         return replace(t, gates=(*t.gates, condition))
+    # What is not selected may be infinite, and 0 · inf is NaN.
+    shifts = tuple(replace(s, varying=select(condition, s.varying, scope.const(0.0))) for s in t.shifts)
+    t = replace(t, shifts=shifts)
     if t.exponent is not None:
         return replace(t, exponent=select(condition, t.exponent, scope.const(-math.inf)))
     if t.factors:

@@ -9,11 +9,13 @@ from .dtype import compute_dtype
 from .passes.build_plan import build_plan
 from .passes.cut import cut
 from .passes.fuse import fuse
+from .passes.group_rows import group_rows
 from .passes.grow_regions import Region, Rejected, grow_regions
 from .passes.resolve_views import resolve_views
 from .passes.skip_tiles import skip_tiles
+from .passes.split_loop import split_loop
 from .passes.split_reductions import split_reductions
-from .passes.stream import stream
+from .passes.stream import parallel_axes, stream
 from .plan import KernelPlan
 from .program import Program
 from .target import HOPPER, Target
@@ -57,8 +59,10 @@ def schedule(program: Program, target: Target = HOPPER, record: Record = lambda 
             for part in cut(fused, f"r{n}_{len(plans)}"):
                 record("cut", fused_text(part))
                 loops, stores, notes = stream(part, compute)
-                plan = build_plan(f"r{n}_k{len(plans)}", part, loops, stores, notes, compute, target)
-                for made in skip_tiles(plan):
+                parallel, loops, stores = group_rows(parallel_axes(part), loops, stores)
+                plan = build_plan(f"r{n}_k{len(plans)}", parallel, loops, stores, notes, compute, target)
+                *tables, plan = skip_tiles(plan)
+                for made in (*tables, *split_loop(plan, f"r{n}_k{len(plans) + 1}", target)):
                     record("plan", plan_text(made))
                     plans.append(made)
         kernels.append(tuple(plans))

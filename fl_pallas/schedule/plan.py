@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 
-from .expr import Axis, Expr
+from .expr import Axis, Expr, index
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,9 @@ class Loop:
     and `<axis>.last`, the ends of the current tile of a grid axis; None where nothing is known. They
     may load tensors, and reduce over axes of their own, taken whole.
     Tiles inside of `interior` take its steps, which differ only by masks left out.
+
+    With `parts`, a grid axis, the range within the bounds is shared out: the program at index n of that axis
+    runs its n-th part alone, in whole tiles. Parts may be empty.
     """
 
     axis: Axis
@@ -68,6 +71,7 @@ class Loop:
     lower: Expr | None = None
     upper: Expr | None = None
     interior: Interior | None = None
+    parts: Axis | None = None
 
 
 def bounds_of(loop: Loop) -> tuple[Expr | None, ...]:
@@ -78,12 +82,25 @@ def bounds_of(loop: Loop) -> tuple[Expr | None, ...]:
 
 @dataclass(frozen=True)
 class Store:
-    """An output: its elements over `axes` (its dimensions in order), from final accumulators and operands."""
+    """An output: its elements over `axes`, from final accumulators and operands.
+
+    Attributes:
+      dims: index and extent of each dimension, in terms of `axes`; empty if the axes are the dimensions, in order.
+    """
 
     name: str
     axes: tuple[Axis, ...]
     dtype: str
     expr: Expr
+    dims: tuple[tuple[Expr, int], ...] = ()
+
+    @property
+    def index(self) -> tuple[Expr, ...]:
+        return tuple(i for i, _ in self.dims) if self.dims else tuple(map(index, self.axes))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(n for _, n in self.dims) if self.dims else tuple(a.extent for a in self.axes)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from .expr import Axis, Const, Expr, Index, Load, Op, Reduce, Ref, children, free_axes, walk
-from .plan import Anchor, KernelPlan, Step, bounds_of
+from .plan import Anchor, KernelPlan, Step, Store, bounds_of
 from .program import Program, Value
 
 if TYPE_CHECKING:
@@ -107,14 +107,21 @@ def plan_text(plan: KernelPlan) -> str:
         lines += _shared_text(names, "  ")
         low, high, *inner = (None if e is None else expr_text(e, names) for e in bounds_of(loop))
         span = f"{low or 0} .. {high or loop.axis.extent}"
-        lines.append(f"  for {loop.axis.name} in {span} by {tile(loop.axis)}  (of {loop.axis.extent})")
+        part = f", part {loop.parts.name} of {loop.parts.extent}" if loop.parts is not None else ""
+        lines.append(f"  for {loop.axis.name} in {span} by {tile(loop.axis)}{part}  (of {loop.axis.extent})")
         if inner:
             lines.append(f"    # no masks in {inner[0] or 0} .. {inner[1] or loop.axis.extent}")
         lines += _steps_text(loop.steps)
     names = shared(s.expr for s in plan.stores)
     lines += _shared_text(names, "  ")
-    lines += [f"  store {s.name}{axes_text(s.axes)}: {s.dtype} = {expr_text(s.expr, names)}" for s in plan.stores]
+    lines += [f"  store {s.name}{_place_text(s)}: {s.dtype} = {expr_text(s.expr, names)}" for s in plan.stores]
     return "\n".join([*lines, *(f"  # {n}" for n in plan.notes)])
+
+
+def _place_text(s: Store) -> str:
+    if not s.dims:
+        return axes_text(s.axes)
+    return "[" + ", ".join(f"{expr_text(i)}:{n}" for i, n in s.dims) + "]"
 
 
 def _shared_text(names: dict[Expr, str], indent: str) -> list[str]:

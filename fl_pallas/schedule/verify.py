@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 from ..errors import ScheduleError
 from .dtype import DTYPES, is_float, is_int
 from .expr import Axis, Expr, Index, Load, Op, Reduce, Ref, free_axes, loads, walk
+from .integer import bounds
 from .plan import Accumulator, Anchor, KernelPlan, Loop, Step, Store, bounds_of
 from .program import Program, Value, reads_of
 from .text import axes_text, expr_text, plan_text, program_text
@@ -157,6 +159,9 @@ class _PlanVerifier:
         check.that(loop.axis.extent > 0, "it is empty")
         check.that(bool(loop.steps), "it has no steps")
         self.bounds(loop, check)
+        if loop.parts is not None:
+            inside = loop.parts in self.plan.grid and self.plan.choices.tile(loop.parts) == 1
+            check.that(inside, f"its parts {loop.parts} are no grid axis taken one index at a time")
         before: dict[str, Axes] = {}
         for step in loop.steps:
             check = self.check(f"step {step.name}", f"    {step.name}[")
@@ -196,6 +201,13 @@ class _PlanVerifier:
         check.that(not outside, f"its axes {axes_text(tuple(outside))} are not in the grid")
         check.that(store.dtype in DTYPES, f"unknown type {store.dtype}")
         self.expr(store.expr, store.axes, self.held, check)
+        for i, n in store.dims:
+            self.expr(i, store.axes, {}, check)
+            span = bounds(i)
+            check.that(span is not None and 0 <= span[0] and span[1] < n, f"{expr_text(i)} is outside of 0 .. {n}")
+        if store.dims:
+            elements = math.prod(a.extent for a in store.axes)
+            check.that(elements == math.prod(store.shape), "its axes and its dimensions differ in size")
 
     def expr(self, e: Expr, axes: Iterable[Axis], known: Mapping[str, Axes], check: _Checker) -> None:
         check.refs(e, known)

@@ -46,7 +46,7 @@ def kernels_of(name: str, dtype: torch.dtype) -> tuple[tuple[KernelPlan, Callabl
             continue
         tensors = {v.name: (v.shape, v.dtype) for v in graph.schedule.program.values}
         for plan in graph.kernels:
-            tensors |= {s.name: (tuple(a.extent for a in s.axes), s.dtype) for s in plan.stores}
+            tensors |= {s.name: (s.shape, s.dtype) for s in plan.stores}
             operands = [tensors[n] for n in operand_names(plan)]
             found.append((plan, functools.partial(_lower, operands)))
     return tuple(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -28,7 +29,9 @@ def made(name: str):
 
 def check(text: str, golden: Callable[[str], None]) -> None:
     assert ".py" not in text
-    golden(text)
+    # TorchDynamo's order of a graph's inputs depends on its version: they are named as they appear here.
+    names: dict[str, str] = {}
+    golden(re.sub(r"\barg\d+_1\b", lambda m: names.setdefault(m[0], f"in{len(names)}"), text))
 
 
 @pytest.mark.parametrize("name", PLANS)

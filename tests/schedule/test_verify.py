@@ -160,6 +160,10 @@ def with_store(**changes: object) -> KernelPlan:
     return replace(PLAN, stores=(replace(PLAN.stores[0], **changes),))
 
 
+def _dims(shift: int) -> tuple[tuple[Expr, int], ...]:
+    return tuple((op("add", index(a), const(shift, "i64"), dtype="i64"), a.extent) for a in PLAN.stores[0].axes)
+
+
 NOWHERE = ref("m7", (), "f32")
 BROKEN_PLANS: dict[str, tuple[Callable[[], KernelPlan], str]] = {
     "no tile of a grid axis": (
@@ -217,6 +221,10 @@ BROKEN_PLANS: dict[str, tuple[Callable[[], KernelPlan], str]] = {
     ),
     "float bound": (lambda: with_loop(upper=const(1.0, "f32")), "is a f32, not an integer"),
     "ranks differ": (lambda: with_store(expr=load("v", (const(0, "i64"),), "f32")), "has 1 indices, v has 3 axes"),
+    "parts of a tiled axis": (lambda: with_loop(parts=ROW), f"its parts {ROW} are no grid axis taken one index"),
+    "parts of no grid axis": (lambda: with_loop(parts=Axis("p0", 4)), "its parts p0 are no grid axis"),
+    "stored outside": (lambda: with_store(dims=_dims(1)), "is outside of 0 .. "),
+    "stored with gaps": (lambda: with_store(dims=(*_dims(0), (const(0, "i64"), 2))), "differ in size"),
     "no steps": (lambda: with_loop(steps=()), "it has no steps"),
     "computes in bf16": (lambda: replace(PLAN, compute="bf16"), "it computes in bf16"),
 }

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ..build import FALSE, TRUE, negate, op, substitute
 from ..expr import Axis, Const, Expr, Index, Op, Ref, children, const, free_axes, ref, walk
-from ..integer import Linear, linear
+from ..integer import Linear, bounds, linear
 from ..plan import Accumulator, Anchor, Interior, Loop, Step
 
 Range = tuple[Expr | None, Expr | None]  # first index that can contribute, and one past the last
@@ -306,4 +306,5 @@ def _end(e: Expr, high: bool, tiled: frozenset[Axis]) -> Expr | None:
     if isinstance(e, Op) and e.name in ("max", "min"):
         ends = [_end(a, high, tiled) for a in e.args]
         return None if None in ends else op(e.name, *(x for x in ends if x is not None), dtype="i64")
-    return None
+    span = bounds(e)
+    return None if span is None else const(span[1] if high else span[0], "i64")

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from ..expr import Expr, free_axes
+from ..expr import Axis, Expr, free_axes
 from ..plan import Accumulator, KernelPlan, Loop, Store
 from ..target import Target
 from .bound_loops import bound_loop
 from .choose import choose, operand_bytes, roles
-from .fuse import Fused
-from .stream import parallel_axes
 
 
 def build_plan(
     name: str,
-    fused: Fused,
+    parallel: tuple[Axis, ...],
     loops: tuple[Loop, ...],
     stores: tuple[Store, ...],
     notes: tuple[str, ...],
@@ -25,7 +23,6 @@ def build_plan(
     Axes whose tile covers them whole (features, head dimensions) are no loops and take no grid
     dimension: the paper's tiling-aware dimension elimination.
     """
-    parallel = parallel_axes(fused)
     exprs: list[Expr] = [s.expr for s in stores]
     exprs += [s.update for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
     kinds = roles(parallel, loops, stores)

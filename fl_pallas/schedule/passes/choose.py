@@ -52,7 +52,7 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
     inner = [n for n in found if not loops or free_axes(n) & {loop.axis for loop in loops}]
 
     def reuse(a: Axis) -> tuple[int, int, int]:
-        return sum(_width(n) for n in inner if a not in free_axes(n)), a.extent, axes.index(a)
+        return sum(width(n) for n in inner if a not in free_axes(n)), a.extent, axes.index(a)
 
     row = max(rest, key=reuse, default=None)
     if row is not None and loops and reuse(row)[0] == 0:
@@ -60,31 +60,37 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
     return Roles(tuple(features), row, tuple(a for a in rest if a is not row))
 
 
-def _width(n: Load) -> int:
+def width(n: Load) -> int:
+    """Dimensions of a load that are more than one index."""
     return sum(1 for i in n.index if free_axes(i))
 
 
-# (row, column, warps), best first; the narrow ones for float32, several loops, or sums that are shifted.
-# A warp group multiplies 64 rows at a time, so 8 warps want 128 rows; measured on an H200 by
-# benchmarks/probe_tiles.py.
+# (row, column, warps, stages), best first, as measured on an H200 by benchmarks/probe_tiles.py.
 PREFERRED = (
-    (128, 128, 4),
-    (64, 64, 4),
-    (128, 128, 8),
-    (128, 64, 8),
-    (64, 64, 8),
+    (64, 64, 4, 3),
+    (128, 128, 4, 3),
+    (64, 64, 4, 2),
+    (128, 128, 8, 3),
+    (64, 64, 8, 2),
+    (128, 64, 8, 3),
+    (64, 32, 4, 3),
+    (64, 32, 8, 3),
+    (32, 32, 4, 3),
+    (32, 32, 8, 3),
+    (16, 32, 4, 3),
+    (16, 16, 4, 3),
+    (16, 16, 8, 3),
 )
+# For float32, whose operands are twice as wide, and for several loops or sums that are shifted.
 NARROW = (
-    (64, 32, 4),
-    (64, 32, 8),
-    (32, 32, 4),
-    (32, 32, 8),
-    (16, 32, 4),
-    (16, 16, 4),
-    (16, 16, 8),
+    (64, 32, 4, 2),
+    (64, 32, 8, 2),
+    (32, 32, 4, 2),
+    (32, 32, 8, 2),
+    (16, 32, 4, 2),
+    (16, 16, 4, 2),
+    (16, 16, 8, 2),
 )
-# Registers of a thread for accumulators and live tiles; the rest goes to addresses and operands.
-REGISTERS = 192
 
 
 def choose(
@@ -92,8 +98,7 @@ def choose(
 ) -> tuple[Choices, ...]:
     """Tile sides, warps and stages worth trying for a kernel, best first.
 
-    Those whose tiles fit the registers come first, in order of preference; narrower ones follow, should
-    the compiler need more registers than the model thinks.
+    The model leaves out what cannot fit the registers; what nearly does is for the compiler to say (kernels/fit.py).
 
     Args:
       kinds: the parallel axes by role.
@@ -109,42 +114,20 @@ def choose(
             # Together they are a side of a matrix product.
             others = math.prod(fixed[a] for a in own[:-1])
             fixed[own[-1]] = max(fixed[own[-1]], MIN_TILE // others)
-    wide = PREFERRED if _is_plain(loops, fixed, kinds) else PREFERRED[1:]
     # float32 operands are split in two and multiplied three times; corrections of shifted sums add as much.
     intricate = len(loops) > 1 or any(isinstance(s, Anchor) for loop in loops for s in loop.steps)
     weight = 2.5 if bytes_ > 2 or intricate else 1
-    stages = 3 if bytes_ <= 2 else 2
     fitting, narrower = [], []
-    for row, column, warps in NARROW if bytes_ > 2 or intricate else wide + NARROW:
+    for row, column, warps, stages in NARROW if bytes_ > 2 or intricate else PREFERRED:
         tiles = dict(fixed)
         if kinds.row is not None:
             tiles[kinds.row] = min(row, max(MIN_TILE, power_of_two(kinds.row.extent)))
         for loop in loops:
             tiles[loop.axis] = min(column, max(MIN_TILE, power_of_two(loop.axis.extent)))
-        fits = weight * _registers(tiles, loops, stores) <= min(REGISTERS, target.registers) * 32 * warps
+        fits = weight * _registers(tiles, loops, stores) <= target.registers * 32 * warps
         choices = Choices(tuple(tiles.items()), warps, stages)
         (fitting if fits else narrower).append(choices)
-    last = narrower[-1:] if not fitting else []
-    return tuple(dict.fromkeys((*fitting, *last)))
-
-
-def _is_plain(loops: tuple[Loop, ...], fixed: dict[Axis, int], kinds: Roles) -> bool:
-    """Whether the body of the only loop is a matrix product, weights from it, and another product."""
-    if len(loops) != 1 or kinds.row is None:
-        return False
-    (loop,) = loops
-    tiles = {**fixed, kinds.row: 2, loop.axis: 2}
-    tiled = frozenset(a for a, n in tiles.items() if n > 1)
-    sums = [s for s in loop.steps if isinstance(s, Accumulator) and s.kind == "sum"]
-    inner = {n for s in sums for n in walk(s.update) if isinstance(n, Reduce)}
-    return (
-        len(loop.steps) <= 3
-        and len(sums) <= 2
-        and _live(loop, tiles, tiled) == _largest(sums[0].update, tiles, tiled)
-        and not any(is_sequential(n, tiled | {n.axis}) for n in inner)
-        if sums
-        else False
-    )
+    return tuple(dict.fromkeys(fitting or narrower[-1:]))
 
 
 def _registers(tiles: dict[Axis, int], loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> int:

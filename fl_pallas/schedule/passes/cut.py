@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..build import substitute
 from ..expr import Axis, Expr, Reduce, free_axes, index, load, reductions, ref, walk
@@ -38,9 +38,7 @@ def cut(fused: Fused, name: str) -> tuple[Fused, ...]:
             outputs.append(Output(label, tuple(own.values()), c.node.dtype, expr))
             replaced[c.node] = load(label, tuple(index(a) for a in shape), c.node.dtype)
         kernels += cut(Fused(tuple(outputs)), f"{name}_{len(kernels)}")
-        fused = Fused(
-            tuple(Output(o.name, o.axes, o.dtype, substitute(o.expr, {}, dict(replaced))) for o in fused.outputs)
-        )
+        fused = Fused(tuple(replace(o, expr=substitute(o.expr, {}, dict(replaced))) for o in fused.outputs))
 
 
 def _repeated(fused: Fused) -> list[_Cut]:

@@ -10,8 +10,8 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from ..build import substitute
-from ..expr import Axis, Expr, index, loads, reductions
+from ..build import op, substitute
+from ..expr import Axis, Expr, const, index, loads, reductions
 from ..program import Program, Value
 from .grow_regions import Region
 from .resolve_views import inline_load
@@ -24,12 +24,17 @@ MAX_FEATURES = 256
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor a kernel stores: `expr` gives its elements over `axes`."""
+    """A tensor a kernel stores: `expr` gives its elements over `axes`.
+
+    Attributes:
+      dims: index and extent of each dimension, in terms of `axes`; empty if the axes are the dimensions, in order.
+    """
 
     name: str
     axes: tuple[Axis, ...]
     dtype: str
     expr: Expr
+    dims: tuple[tuple[Expr, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,15 +61,26 @@ def fuse(program: Program, region: Region) -> tuple[Fused, ...]:
                 groups[n] = [*group, joined]
                 break
         else:
-            names = (Axis(f"x{i}", a.extent) for i, a in enumerate(v.axes))
-            groups.append([_renamed(v, tuple(names))])
+            groups.append([_renamed(v, tuple((Axis(f"x{i}", a.extent),) for i, a in enumerate(v.axes)))])
     return tuple(Fused(tuple(g)) for g in groups)
 
 
-def _renamed(v: Value, axes: tuple[Axis, ...]) -> Output:
+def _renamed(v: Value, axes: tuple[tuple[Axis, ...], ...]) -> Output:
+    """`v` over other axes: one for each dimension, or several that were flattened into it."""
     assert v.expr is not None
-    expr = substitute(v.expr, {a: index(b) for a, b in zip(v.axes, axes, strict=True)})
-    return Output(v.name, axes, v.dtype, expr)
+    places = [_flattened(group) for group in axes]
+    expr = substitute(v.expr, dict(zip(v.axes, places, strict=True)))
+    whole = all(len(group) == 1 for group in axes)
+    dims = () if whole else tuple((i, a.extent) for i, a in zip(places, v.axes, strict=True))
+    return Output(v.name, tuple(a for group in axes for a in group), v.dtype, expr, dims)
+
+
+def _flattened(axes: tuple[Axis, ...]) -> Expr:
+    """The index along `axes` taken as one dimension, the last of them running fastest."""
+    place: Expr = const(0, "i64")
+    for a in axes:
+        place = op("add", op("mul", place, const(a.extent, "i64"), dtype="i64"), index(a), dtype="i64")
+    return place
 
 
 def _join_group(v: Value, group: list[Output]) -> Output | None:
@@ -72,14 +88,15 @@ def _join_group(v: Value, group: list[Output]) -> Output | None:
     lead = group[0]
     shared = {r for o in group for r in reductions(o.expr)}
     best: tuple[tuple[int, int], Output] | None = None
-    choices = [[a for a in lead.axes if a.extent == own.extent] + [None] for own in v.axes]
+    runs = [lead.axes[i:k] for i in range(len(lead.axes)) for k in range(i + 1, len(lead.axes) + 1)]
+    choices = [[r for r in runs if math.prod(a.extent for a in r) == own.extent] + [()] for own in v.axes]
     for pick in itertools.islice(itertools.product(*choices), MAX_RENAMINGS):
-        used = [a for a in pick if a is not None]
+        used = [a for run in pick for a in run]
         if len(set(used)) != len(used):
             continue
-        axes = tuple(a or Axis(f"x{len(lead.axes) + i}_{len(group)}", v.axes[i].extent) for i, a in enumerate(pick))
-        candidate = _renamed(v, axes)
-        extra = math.prod(own.extent for a, own in zip(pick, v.axes, strict=True) if a is None)
+        fresh = (Axis(f"x{len(lead.axes) + i}_{len(group)}", own.extent) for i, own in enumerate(v.axes))
+        candidate = _renamed(v, tuple(run or (new,) for run, new in zip(pick, fresh, strict=True)))
+        extra = math.prod(own.extent for run, own in zip(pick, v.axes, strict=True) if not run)
         # What is shared must have no axis of its own: it would be computed once for each.
         score = sum(r in shared for r in reductions(candidate.expr))
         if score and extra <= MAX_FEATURES and (best is None or (score, -extra) > best[0]):

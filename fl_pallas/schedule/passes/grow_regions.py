@@ -59,6 +59,8 @@ class Growth:
 
 
 Sides = tuple[frozenset[Axis], frozenset[Axis]]
+AllSides = dict[str, tuple[Sides, ...]]
+Group = tuple[set[str], AllSides]
 
 
 @dataclass
@@ -92,12 +94,14 @@ def grow_regions(program: Program) -> Growth:
             v = seed.value
             rejected.append(Rejected(v, blocker[0], blocker[1], v.numel * itemsize(v.dtype)))
     regions = []
-    groups = _merge(grown)
-    for n, (members, sides) in enumerate(groups):
-        others = set().union(*(g for m, (g, _) in enumerate(groups) if m != n))
-        members = _with_epilogue(program, members, others)
-        members = _with_prologue(program, members, sides)
-        regions.append(_region(program, members))
+    groups = _united(program, _merge(grown))
+    place = {v.name: n for n, v in enumerate(program.values)}
+    taken = set().union(*(members for members, _ in groups))
+    # Later regions first: what several of them feed can only be computed by the last.
+    for members, sides in sorted(groups, key=lambda g: -max(place[m] for m in g[0])):
+        members = _with_epilogue(program, members, taken - members)
+        taken |= members
+        regions.insert(0, _region(program, _with_prologue(program, members, sides)))
     fused = {name for r in regions for name in r.members}
     return Growth(tuple(regions), tuple(r for r in rejected if r.value.name not in fused))
 
@@ -270,17 +274,31 @@ def _close(program: Program, seed: _Seed) -> tuple[Value, str] | None:
     return None
 
 
-def _merge(grown: list[_Seed]) -> list[tuple[set[str], dict[str, Sides]]]:
-    """Members and sides of the regions, those that share a value united."""
-    groups: list[tuple[set[str], dict[str, Sides]]] = []
+def _merge(grown: list[_Seed]) -> list[Group]:
+    """Members of the regions and their sides in each seed's terms; those that share a value united."""
+    groups: list[Group] = []
     for seed in grown:
         members = set(seed.members)
         touching = [g for g in groups if g[0] & members]
-        sides = dict(seed.sides)
+        sides: AllSides = {name: (own,) for name, own in seed.sides.items()}
         for _, other in touching:
-            sides = {**other, **sides}
+            for name, theirs in other.items():
+                sides[name] = theirs + sides.get(name, ())
         groups = [g for g in groups if g not in touching]
         groups.append((members.union(*(m for m, _ in touching)), sides))
+    return groups
+
+
+def _united(program: Program, groups: list[Group]) -> list[Group]:
+    """Groups that the same pointwise value finishes become one, unless one of them feeds another."""
+    for n, (members, sides) in enumerate(groups):
+        for m, (others, theirs) in enumerate(groups[:n]):
+            ends, other_ends = _with_epilogue(program, members, others), _with_epilogue(program, others, members)
+            if not ends & other_ends or _depends(program, members, others) or _depends(program, others, members):
+                continue
+            both = {name: sides.get(name, ()) + theirs.get(name, ()) for name in sides.keys() | theirs.keys()}
+            rest = [g for k, g in enumerate(groups) if k not in (n, m)]
+            return _united(program, [*rest, (members | others, both)])
     return groups
 
 
@@ -302,9 +320,8 @@ def _with_epilogue(program: Program, members: set[str], others: set[str]) -> set
         inner = [r for r in v.reads if r in members]
         if not inner or reductions(v.expr) or _uses_division(v.expr):
             continue
-        alone = all(set(program.users[r]) <= members | {v.name} for r in inner)
         same_size = v.numel == max(program.by_name[r].numel for r in inner)
-        if alone and same_size and not _depends(program, set(v.reads) - members, members):
+        if same_size and not _depends(program, set(v.reads) - members, members):
             members.add(v.name)
     return members
 
@@ -318,7 +335,7 @@ def _divides(node: Load) -> bool:
     return any(isinstance(n, Op) and n.name in ("floordiv", "mod") for i in node.index for n in walk(i))
 
 
-def _with_prologue(program: Program, members: set[str], sides: dict[str, Sides]) -> set[str]:
+def _with_prologue(program: Program, members: set[str], sides: AllSides) -> set[str]:
     """Add producers that would be as large as the blow-up, or are cheap enough to repeat."""
     members, sides = set(members), dict(sides)
     for v in reversed(program.values):
@@ -326,7 +343,7 @@ def _with_prologue(program: Program, members: set[str], sides: dict[str, Sides])
         if v.name in members or v.expr is None or v.is_view or not readers:
             continue
         rows, cols, two_sided = _read_along(v, readers, sides)
-        sides[v.name] = rows, cols
+        sides[v.name] = ((rows, cols),)
         expands = v.numel > sum(program.by_name[r].numel for r in v.reads)
         if two_sided or (expands and (not reductions(v.expr) or len(v.reads) == 1)):
             fits = expands or not reductions(v.expr)
@@ -353,28 +370,31 @@ def _read_across(v: Value, readers: list[Value]) -> bool:
     )
 
 
-def _read_along(
-    v: Value, readers: list[Value], sides: dict[str, Sides]
-) -> tuple[frozenset[Axis], frozenset[Axis], bool]:
-    """Axes of `v` that the readers index along their rows and columns; whether one read has both, apart."""
+def _read_along(v: Value, readers: list[Value], sides: AllSides) -> tuple[frozenset[Axis], frozenset[Axis], bool]:
+    """Axes of `v` that the readers index along their rows and columns; whether one read has both, apart.
+
+    A reader that grew from several joins has rows and columns in the terms of each; `v` is as large as the
+    blow-up only if it is so in all of them.
+    """
     rows: set[Axis] = set()
     cols: set[Axis] = set()
     two_sided = False
     for reader in readers:
         assert reader.expr is not None
-        reader_rows, reader_cols = sides.get(reader.name, (frozenset(), frozenset()))
-        # What a member without columns reduces over runs along them.
-        reader_cols = reader_cols or frozenset(r.axis for r in reductions(reader.expr))
-        for node in loads(reader.expr):
-            if node.source == v.name:
+        reduced = frozenset(r.axis for r in reductions(reader.expr))
+        for node in (n for n in loads(reader.expr) if n.source == v.name):
+            large = True
+            for reader_rows, reader_cols in sides.get(reader.name, ((frozenset(), frozenset()),)):
+                # What a member without columns reduces over runs along them.
                 along_rows, along_cols = (
                     {a for a, i in zip(v.axes, node.index, strict=True) if free_axes(i) & side}
-                    for side in (reader_rows, reader_cols)
+                    for side in (reader_rows, reader_cols or reduced)
                 )
                 apart = len(along_rows | along_cols) > 1 or _divides(node)
-                two_sided |= bool(along_rows and along_cols) and apart
+                large &= bool(along_rows and along_cols) and apart
                 rows |= along_rows
                 cols |= along_cols
+            two_sided |= large
     return frozenset(rows), frozenset(cols), two_sided
 
 
@@ -396,7 +416,7 @@ def _region(program: Program, members: set[str]) -> Region:
         if v.is_view and root_of(program, name) in members:
             continue
         if _leaves(program, name, members):
-            outputs.append(_presented(program, name))
+            outputs.append(_presented(program, name, members))
     return Region(ordered, tuple(dict.fromkeys(outputs)))
 
 
@@ -409,10 +429,10 @@ def _leaves(program: Program, name: str, members: set[str]) -> bool:
     )
 
 
-def _presented(program: Program, name: str) -> str:
+def _presented(program: Program, name: str, members: set[str]) -> str:
     """The view through which alone the outside sees `name`, where that view keeps every axis whole."""
     while True:
-        users = program.users[name]
+        users = [u for u in program.users[name] if u not in members]
         if name in program.outputs or len(users) != 1:
             return name
         view = program.by_name[users[0]]

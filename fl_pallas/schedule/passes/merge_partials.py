@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..build import op, rewrite
 from ..dtype import is_float
 from ..expr import Expr, Ref, ref
-from ..plan import Accumulator
+from ..plan import Accumulator, Step
 from .split_reductions import COMBINE
+
+_OLD = ".old"
+
+
+def held_type(step: Step, compute: str) -> str:
+    """The type in which a step's value is kept."""
+    if not isinstance(step, Accumulator):
+        return compute
+    if step.kind in ("any", "all"):
+        return "bool"
+    return compute if is_float(step.update.dtype) else step.update.dtype
 
 
 def merge_of(acc: Accumulator, compute: str) -> Expr:
@@ -15,15 +28,27 @@ def merge_of(acc: Accumulator, compute: str) -> Expr:
     A part is corrected to the merged references exactly as an old value is to the new ones. The
     result refers to `<name>.left`, `<name>.right` and, without a suffix, to merged references.
     """
-    held = "bool" if acc.kind in ("any", "all") else compute if is_float(acc.update.dtype) else acc.update.dtype
-    own = acc.correct if acc.correct is not None else ref(f"{acc.name}.old", acc.axes, held)
-    return op(COMBINE[acc.kind], _side(own, "left"), _side(own, "right"), dtype=held)
+    left, right = (
+        part_of(acc, lambda r, side=side: ref(f"{r.name}.{side}", r.axes, r.dtype), compute)
+        for side in ("left", "right")
+    )
+    return op(COMBINE[acc.kind], left, right, dtype=held_type(acc, compute))
 
 
-def _side(e: Expr, side: str) -> Expr:
+def part_of(acc: Accumulator, part: Callable[[Ref], Expr], compute: str) -> Expr:
+    """One part's share of the merged value: the part corrected to the merged references.
+
+    part: what the part holds of a reference (given without its suffix).
+    """
+    own = acc.correct
+    if own is None:
+        own = ref(f"{acc.name}{_OLD}", acc.axes, held_type(acc, compute))
+
     def rule(n: Expr) -> Expr:
-        if isinstance(n, Ref) and n.name.endswith(".old"):
-            return ref(f"{n.name[: -len('.old')]}.{side}", n.axes, n.dtype)
+        if isinstance(n, Ref) and n.name.endswith(_OLD):
+            held = ref(n.name.removesuffix(_OLD), n.axes, n.dtype)
+            assert isinstance(held, Ref)
+            return part(held)
         return n
 
-    return rewrite(e, rule)
+    return rewrite(own, rule)

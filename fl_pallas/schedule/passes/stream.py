@@ -57,7 +57,7 @@ def stream(fused: Fused, compute: str) -> tuple[tuple[Loop, ...], tuple[Store, .
         for r in streamed(out.expr, state.parallel):
             if r not in final:
                 final[r] = _place(r, substitute(r.body, {}, final), state)
-        stores.append(Store(out.name, out.axes, out.dtype, substitute(out.expr, {}, final)))
+        stores.append(Store(out.name, out.axes, out.dtype, substitute(out.expr, {}, final), out.dims))
     loops = tuple(Loop(p.axis, tuple(p.steps)) for p in state.passes)
     return loops, tuple(stores), tuple(state.notes)
 
@@ -169,12 +169,10 @@ def _shifted(
     sums: dict[tuple[int, ...], Expr] = {}
     for size in range(len(t.shifts) + 1):
         for subset in itertools.combinations(which, size):
+            # Without a weight the empty product counts: what moves a sum is the number of indices seen so far.
             update = weight if weight is not None else scope.const(1.0)
             for k in subset:
                 update = scope.op("mul", update, scope.op("add", t.shifts[k].varying, anchors[k]))
-            if not scope.varies(update):
-                sums[subset] = scope.op("mul", update, scope.const(float(r.axis.extent)))
-                continue
 
             def moved(name: str, subset: tuple[int, ...] = subset) -> Expr:
                 own = ref(f"{name}.old", _axes_of(update, state), scope.dtype)  # noqa: B023

@@ -1,0 +1,1 @@
+"""The benchmark suite: `python benchmarks/bench.py` measures, `python benchmarks/report.py` writes it up."""

@@ -1,0 +1,134 @@
+"""Times, memory and errors of one call, on a GPU or, to try the suite out, on a CPU."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.oracle import reference
+
+from .problem import Problem, nbytes
+
+Call = Callable[[], Any]
+
+# Written before each timed call: twenty times the L2 cache, and long enough to hide the call's host time.
+FLUSH_BYTES = 2**30
+MATMUL = 8192
+COPY_BYTES = 2**30
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def kernel_ms(call: Call, device: torch.device, seconds: float = 0.2) -> float:
+    """Median time of a call on the GPU, with an empty L2 cache; on a CPU its wall time. 5 to 50 calls."""
+    if device.type != "cuda":
+        return statistics.median(_wall_ms(call) for _ in range(3))
+    call()
+    first = _gpu_ms(call, device, 3)
+    count = int(min(50, max(5, seconds * 1e3 / statistics.median(first))))
+    return statistics.median(_gpu_ms(call, device, count))
+
+
+def _gpu_ms(call: Call, device: torch.device, count: int) -> list[float]:
+    flush = _flush(device)
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    torch.cuda.synchronize(device)
+    for start, stop in events:
+        flush.zero_()
+        start.record()
+        call()
+        stop.record()
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(stop) for start, stop in events]
+
+
+@functools.cache
+def _flush(device: torch.device) -> Tensor:
+    return torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+
+
+def _wall_ms(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def host_us(call: Call, device: torch.device, count: int = 2000) -> float:
+    """Median CPU time of a call in microseconds; the queue is emptied now and then so that it never fills up."""
+    times = []
+    for n in range(count):
+        if n % 20 == 0:
+            synchronize(device)
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    synchronize(device)
+    return 1e6 * statistics.median(times)
+
+
+def first_call_s(call: Call, device: torch.device) -> float:
+    """Seconds of a call, compilation and all."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def peak_bytes(call: Call, device: torch.device) -> int | None:
+    """Bytes of GPU memory at the peak of a call, less what was there before and what it returns."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    out = outputs(call())
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before - nbytes(*out)
+
+
+def outputs(out: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (out,) if isinstance(out, Tensor) else tuple(out)
+
+
+class Reference:
+    """The problem in float64, a few (batch, head) pieces of it, one at a time so that long sequences fit."""
+
+    def __init__(self, problem: Problem):
+        self.pieces: list[tuple[Any, list[Tensor]]] = []
+        for cut, out_cut in problem.pieces():
+            exact = reference(problem.plain, [t[c] for t, c in zip(problem.inputs, cut, strict=True)])
+            self.pieces.append((out_cut, [t.float() for t in outputs(exact)]))
+
+    def error(self, out: Any) -> float:
+        """||out - exact|| / ||exact|| over the pieces, of the output that is furthest off; NaN counts as such."""
+        return max(self._error(n, t) for n, t in enumerate(outputs(out)))
+
+    def _error(self, n: int, out: Tensor) -> float:
+        square, norm = 0.0, 0.0
+        for cut, exact in self.pieces:
+            square += (out[cut[n]].double() - exact[n].double()).square().sum().item()
+            norm += exact[n].double().square().sum().item()
+        return (square / norm) ** 0.5
+
+
+def rates(device: torch.device) -> dict[str, float]:
+    """What this machine reaches: FLOP/s of a bf16 matrix product, bytes/s read and written by a copy."""
+    tiny = device.type != "cuda"
+    side, size = (128, 2**16) if tiny else (MATMUL, COPY_BYTES)
+    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    source = torch.empty(size, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    return {
+        "matmul": 2 * side**3 / kernel_ms(lambda: a @ b, device) * 1e3,
+        "copy": 2 * size / kernel_ms(lambda: target.copy_(source), device) * 1e3,
+    }

@@ -1,0 +1,199 @@
+"""Writes docs/performance.md and its figures from what bench.py measured: python benchmarks/report.py [JSON]"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import plots  # noqa: E402
+from benchmarks.bars import Bar, Cells, bars, entry  # noqa: E402
+from benchmarks.cells import GROUPS  # noqa: E402
+from benchmarks.rivals import RIVALS  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "performance.json"
+DOCS = ROOT / "docs"
+# Written by hand: what was tried on the bars that are missed, and what limits them.
+NOTES = ROOT / "benchmarks" / "notes.md"
+TITLES = {
+    "flex": "FlexAttention's seven variants",
+    "gqa": "Grouped heads: 32 of queries, 8 of keys",
+    "evoformer": "Evoformer row attention with mask, pair bias and gate",
+    "differential": "Differential attention",
+    "ipa": "Invariant point attention",
+    "triangle": "Triangle attention",
+    "decode": "Decoding: one query",
+    "host": "Host time of a call, µs",
+    "compile": "First call, s",
+    "lengths": "Many lengths in one process",
+    "memory": "262144 tokens",
+}
+LABELS = {
+    "ours": "fl_pallas",
+    "flex": "FlexAttention",
+    "flex_and_mask": "with its mask made",
+    "flex_and_compiled_mask": "with it made, compiled",
+    "sdpa": "SDPA",
+    "sdpa_flash": "SDPA flash",
+    "sdpa_cudnn": "SDPA cuDNN",
+    "compile": "torch.compile",
+    "compile_max": "torch.compile max-autotune",
+    "eager": "eager",
+}
+METHOD = """\
+Made by `python benchmarks/report.py` from what `python benchmarks/bench.py` measured. Times are medians of 5 to 50
+calls by CUDA events, with the L2 cache flushed before each and the host ahead of the GPU; block masks and biases of
+the rivals are made outside of them, unless a column says otherwise. All get the same tensors. Errors are relative
+Frobenius norms against float64, on up to eight (batch, head) pieces of a cell. The roofline is the longer of the
+useful operations at the measured rate of an 8192³ bf16 matrix product and of the least traffic at that of a copy."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("json", type=Path, nargs="?", default=RESULTS)
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of performance.md and figures/")
+    given = parser.parse_args(arguments)
+    data = json.loads(given.json.read_text())
+    given.docs.mkdir(parents=True, exist_ok=True)
+    figures = plots.draw(data, given.docs / "figures")
+    (given.docs / "performance.md").write_text(text(data, figures))
+    for bar in bars(data["cells"]):
+        print(f"{bar.verdict:12s} {bar.against}: {bar.what}: {number(bar.figure)} of {number(bar.limit)} {bar.where}")
+
+
+def text(data: dict[str, Any], figures: Sequence[str] = ()) -> str:
+    """The whole page."""
+    used = sorted({e["run"] for cell in data["cells"].values() for e in cell["rivals"].values()})
+    runs = [data["runs"][n] for n in used]
+    parts = ["# Performance", METHOD]
+    parts += ["\n".join(_machines(runs)), *(f"![{name}](figures/{name}.svg)" for name in figures)]
+    parts += ["## Bars", "\n".join(_bars(bars(data["cells"])))]
+    if NOTES.exists():
+        parts.append(NOTES.read_text().strip())
+    for group in GROUPS:
+        cells = {name: cell for name, cell in data["cells"].items() if name.split("/")[0] == group}
+        if cells:
+            parts += [f"## {TITLES[group]}", *_group(group, cells, data["runs"])]
+    problems = list(_problems(data["cells"]))
+    if problems:
+        parts += ["## What did not run", "\n".join(table(("cell", "who", "why"), problems))]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+    head = list(head)
+    clean = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *clean)]
+
+
+def number(x: float) -> str:
+    """Four digits at most; nothing for NaN."""
+    if math.isnan(x):
+        return ""
+    return f"{x:.0f}" if abs(x) >= 1000 else f"{x:.3g}"
+
+
+def _machines(runs: list[dict[str, Any]]) -> list[str]:
+    keys = ("date", "gpu", "driver", "torch", "jax", "triton", "cudnn", "commit")
+    rows = [
+        [
+            *(str(r.get(k, "")) for k in keys),
+            number(r["rates"]["matmul"] / 1e12),
+            number(r["rates"]["copy"] / 1e12),
+        ]
+        for r in runs
+    ]
+    return table((*keys, "matrix product, TFLOP/s", "copy, TB/s"), rows)
+
+
+def _bars(found: list[Bar]) -> list[str]:
+    rows = []
+    for b in found:
+        sign = "≤" if b.most else ">" if b.strict else "≥"
+        margin = number(b.margin) + "×" if not math.isnan(b.figure) else ""
+        where = b.where + (f"; {b.missing} cells without a figure" if b.missing else "")
+        rows.append((b.against, b.what, f"{sign} {number(b.limit)}", number(b.figure), where, b.verdict, margin))
+    head = ("against", "what", "bar", "measured", "where (the worst cell)", "", "bar reached")
+    return table(head, rows)
+
+
+def _group(group: str, cells: Cells, runs: list[dict[str, Any]]) -> Iterator[str]:
+    present = [r for r in RIVALS if any(r in cell["rivals"] for cell in cells.values())]
+    if group == "host":
+        rows = [[n, *(number(entry(cells, n, r, "us")) for r in present)] for n in cells]
+        yield "\n".join(table(("cell", *(LABELS[r] for r in present)), rows))
+    elif group == "compile":
+        head = ("cell", *(f"{LABELS[r]}, {state}" for r in present for state in ("cold", "warm")))
+        rows = [[n, *(number(entry(cells, n, r, k)) for r in present for k in ("cold_s", "warm_s"))] for n in cells]
+        yield "\n".join(table(head, rows))
+    elif group == "lengths":
+        yield "\n".join(table(("cell", "lengths", "kernels built", "s for all", "time over static"), _lengths(cells)))
+    else:
+        yield from _times(cells, present, runs)
+
+
+def _lengths(cells: Cells) -> Iterator[list[str]]:
+    for name, cell in cells.items():
+        found = cell["rivals"].get("ours", {})
+        ratios = "; ".join(f"{r['length']}: {r['ms'] / r['static_ms']:.2f}" for r in found.get("rows", []))
+        counts = (number(entry(cells, name, "ours", key)) for key in ("lengths", "kernels", "total_s"))
+        yield [name, *counts, ratios]
+
+
+def _times(cells: Cells, present: list[str], runs: list[dict[str, Any]]) -> Iterator[str]:
+    others = [r for r in present if r != "ours"]
+    rows, details = [], []
+    for name, cell in cells.items():
+        ours = entry(cells, name, "ours")
+        sizes = " ".join(f"{k.upper()}{v}" for k, v in cell["shape"].items())
+        rate = number(cell.get("flops", math.nan) / ours / 1e9), number(cell.get("bytes", math.nan) / ours / 1e9)
+        theirs = [_against(entry(cells, name, r), ours) for r in others]
+        rows.append([name, sizes, number(ours), *rate, share(cell, runs), *theirs])
+        facts = [
+            f"{entry(cells, name, r, 'error'):.1e}, {number(entry(cells, name, r, 'peak_bytes') / 2**20)}"
+            if not math.isnan(entry(cells, name, r, "error"))
+            else ""
+            for r in present
+        ]
+        details.append([name, *facts])
+    head = ("cell", "sizes", "fl_pallas, ms", "TFLOP/s", "TB/s", "of the roofline")
+    if others:
+        yield "Others in ms, and in brackets their time over ours."
+    yield "\n".join(table((*head, *(LABELS[r] for r in others)), rows))
+    lines = "\n".join(table(("cell", *(LABELS[r] for r in present)), details))
+    summary = "Error against float64; MiB at the peak beside inputs and outputs"
+    yield f"<details><summary>{summary}</summary>\n\n{lines}\n\n</details>"
+
+
+def _against(theirs: float, ours: float) -> str:
+    return "" if math.isnan(theirs) else f"{number(theirs)} ({theirs / ours:.2f}×)".replace("(nan×)", "")
+
+
+def share(cell: dict[str, Any], runs: list[dict[str, Any]]) -> str:
+    """The time that the measured matrix rate and bandwidth allow, over ours."""
+    ours = cell["rivals"].get("ours", {})
+    if "ms" not in ours or "flops" not in cell:
+        return ""
+    rates = runs[ours["run"]]["rates"]
+    least = max(cell["flops"] / rates["matmul"], cell["bytes"] / rates["copy"])
+    return f"{100 * least / (ours['ms'] * 1e-3):.0f} %"
+
+
+def _problems(cells: Cells) -> Iterator[tuple[str, str, str]]:
+    for name, cell in cells.items():
+        for rival, found in cell["rivals"].items():
+            for key in ("failed", "skipped", "unfused", "died"):
+                if key in found:
+                    yield name, LABELS[rival], f"{key}: {found[key]}"
+
+
+if __name__ == "__main__":
+    main()

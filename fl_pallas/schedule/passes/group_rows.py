@@ -1,0 +1,124 @@
+"""Rows for short queries: axes that share what the loop loads become one row axis, so that it is loaded once.
+
+Before: one query, 8 heads on 2 heads of keys: `q[h, 0, d] * k[h // 4, j, d]`, a program for each h.
+After h = 4·g + m:                            `q[4·g + m, 0, d] * k[g, j, d]`, a program for each g, with rows m.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ..build import op, rewrite, substitute
+from ..dtype import is_float
+from ..expr import Axis, Const, Expr, Index, Load, Op, Ref, const, free_axes, index, loads, ref, walk
+from ..plan import Accumulator, Loop, Step, Store
+from .choose import Roles, roles, width
+
+Kernel = tuple[tuple[Axis, ...], tuple[Loop, ...], tuple[Store, ...]]
+
+# Rows that fill a tile by themselves; an axis that long needs no others.
+ENOUGH = 64
+
+
+def group_rows(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> Kernel:
+    """(parallel axes, loops, stores) with more rows in a tile, where the row axis is short."""
+    kernel = parallel, loops, stores
+    kinds = roles(*kernel)
+    if not loops or (kinds.row is not None and kinds.row.extent >= ENOUGH):
+        return kernel
+    for axis in kinds.batch:
+        divisor = _divisor(axis, kernel[1])
+        if divisor is not None:
+            kernel = _split(kernel, axis, divisor)
+    kinds = roles(*kernel)
+    together = _sharing(kernel[0], kernel[1], kinds)
+    return _merged(kernel, together) if len(together) > 1 else kernel
+
+
+def streams(loops: Iterable[Loop]) -> set[Load]:
+    """What the loops load at every step."""
+    updates = [(loop, s.update) for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
+    return {n for loop, e in updates for n in loads(e) if is_float(n.dtype) and loop.axis in free_axes(n)}
+
+
+def _divisor(axis: Axis, loops: tuple[Loop, ...]) -> int | None:
+    """The least n for which most of what the loops load depends on `axis` through axis // n or axis % n alone."""
+    loaded = streams(loops)
+    for node, n in sorted(_divisions(axis, loaded).items(), key=lambda found: (found[1], found[0].name)):
+        through = [e for e in loaded if axis not in free_axes(substitute(e, {}, {node: const(0, "i64")}))]
+        if 2 * sum(width(e) for e in through if axis in free_axes(e)) >= sum(map(width, loaded)):
+            return n
+    return None
+
+
+def _divisions(axis: Axis, loaded: Iterable[Load]) -> dict[Op, int]:
+    """The quotients and remainders of `axis` by its divisors n, and n."""
+    found: dict[Op, int] = {}
+    for node in (n for e in loaded for n in walk(e) if isinstance(n, Op) and n.name in ("floordiv", "mod")):
+        whole, n = node.args
+        if whole is index(axis) and isinstance(n, Const) and axis.extent % int(n.value) == 0:
+            found[node] = int(n.value)
+    return found
+
+
+def _split(kernel: Kernel, axis: Axis, n: int) -> Kernel:
+    """`axis` as n · group + member."""
+    group, member = Axis(f"{axis.name}g", axis.extent // n), Axis(f"{axis.name}m", n)
+    whole = op("add", op("mul", index(group), const(n, "i64"), dtype="i64"), index(member), dtype="i64")
+    return _renamed(kernel, {axis: whole}, {axis: (group, member)})
+
+
+def _sharing(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], kinds: Roles) -> list[Axis]:
+    """The row axis and those that share with it most of what the loops load."""
+    if kinds.row is None or kinds.row.extent >= ENOUGH:
+        return []
+    common = [e for e in streams(loops) if kinds.row not in free_axes(e)]
+    most = sum(map(width, common))
+
+    def shares(a: Axis) -> bool:
+        return 2 * sum(width(e) for e in common if a not in free_axes(e)) > most
+
+    return [a for a in parallel if a is kinds.row or a in kinds.batch and shares(a)]
+
+
+def _merged(kernel: Kernel, axes: list[Axis]) -> Kernel:
+    """Several axes as one, the last of them running fastest."""
+    rows = Axis("".join(a.name for a in axes), math.prod(a.extent for a in axes))
+    values: dict[Axis, Expr] = {}
+    rest = index(rows)
+    for a in reversed(axes):
+        n = const(a.extent, "i64")
+        values[a] = op("mod", rest, n, dtype="i64")
+        rest = op("floordiv", rest, n, dtype="i64")
+    return _renamed(kernel, values, {a: (rows,) for a in axes})
+
+
+def _renamed(kernel: Kernel, values: dict[Axis, Expr], axes: dict[Axis, tuple[Axis, ...]]) -> Kernel:
+    """A kernel over other axes: indices along the old ones become `values`."""
+
+    def over(old: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(axes.get(a, (a,)) for a in old)))
+
+    def rule(n: Expr) -> Expr:
+        if isinstance(n, Index):
+            return values.get(n.axis, n)
+        return ref(n.name, over(n.axes), n.dtype) if isinstance(n, Ref) else n
+
+    def of_step(s: Step) -> Step:
+        if not isinstance(s, Accumulator):
+            return replace(s, axes=over(s.axes), value=rewrite(s.value, rule))
+        correct = None if s.correct is None else rewrite(s.correct, rule)
+        return replace(s, axes=over(s.axes), update=rewrite(s.update, rule), correct=correct)
+
+    def of_store(s: Store) -> Store:
+        if not set(s.axes) & axes.keys():
+            return s
+        dims = tuple((rewrite(i, rule), n) for i, n in zip(s.index, s.shape, strict=True))
+        return replace(s, axes=over(s.axes), expr=rewrite(s.expr, rule), dims=dims)
+
+    parallel, loops, stores = kernel
+    loops = tuple(replace(loop, steps=tuple(map(of_step, loop.steps))) for loop in loops)
+    return over(parallel), loops, tuple(map(of_store, stores))

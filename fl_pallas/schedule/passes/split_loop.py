@@ -1,0 +1,104 @@
+"""Split loops: where a kernel has too few programs for the GPU, several share one loop, and another kernel merges.
+
+How the parts of an accumulator merge follows from how it is corrected, so that every plan of one loop
+can be split, whatever it computes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ..expr import Axis, Expr, Ref, index, load, ref
+from ..inner import power_of_two
+from ..plan import Accumulator, Anchor, Choices, KernelPlan, Loop, Step, Store
+from ..target import Target
+from .merge_partials import held_type, part_of
+
+# Loops below this extent end before a second launch has begun.
+MIN_EXTENT = 2048
+# Least indices of the loop in a part; and per row of the tile, for rows are what a part writes and reads again.
+MIN_PART, MIN_PART_PER_ROW = 256, 16
+# Programs wanted for each processor: one loads while another computes.
+WAVES = 2
+# Elements that the merging kernel takes at once.
+MERGED_AT_ONCE = 8192
+
+
+def split_loop(plan: KernelPlan, merger: str, target: Target) -> tuple[KernelPlan, ...]:
+    """The plan as it is; or one whose programs each run a part of the loop and store its accumulators,
+    and one, named `merger`, that folds the parts and stores what `plan` does.
+    """
+    parts = number_of_parts(plan, target)
+    if parts < 2:
+        return (plan,)
+    (loop,) = plan.loops
+    axis = Axis("p0", parts)
+    names = {s.name: f"{plan.name}_{s.name}" for s in loop.steps}
+    kept = tuple(
+        Store(names[s.name], (axis, *s.axes), held, ref(s.name, s.axes, held))
+        for s in loop.steps
+        for held in (held_type(s, plan.compute),)
+    )
+    note = (
+        f"the loop is split into {parts} parts, for {_programs(plan)} programs leave processors idle; {merger} merges"
+    )
+    first = replace(
+        plan,
+        grid=(axis, *plan.grid),
+        loops=(replace(loop, parts=axis),),
+        stores=kept,
+        choices=_with_part(plan.choices, axis),
+        others=tuple(_with_part(c, axis) for c in plan.others),
+        notes=(*plan.notes, note),
+    )
+    return first, _merging(plan, merger, loop, axis, names)
+
+
+def number_of_parts(plan: KernelPlan, target: Target) -> int:
+    """How many programs should share the plan's loop: a power of two; 1 where it is better left whole."""
+    if len(plan.loops) != 1 or plan.loops[0].axis.extent < MIN_EXTENT:
+        return 1
+    programs = _programs(plan)
+    if programs >= target.processors:
+        return 1
+    tiles = dict(plan.choices.tiles)
+    rows = math.prod(n for a, n in tiles.items() if a in plan.grid and a not in plan.features)
+    length = max(MIN_PART, MIN_PART_PER_ROW * rows)
+    wanted = min(WAVES * target.processors // max(1, programs), plan.loops[0].axis.extent // length)
+    return 1 << max(0, wanted.bit_length() - 1)
+
+
+def _programs(plan: KernelPlan) -> int:
+    return math.prod(-(-a.extent // (plan.choices.tile(a) or 1)) for a in plan.grid)
+
+
+def _with_part(choices: Choices, axis: Axis) -> Choices:
+    return replace(choices, tiles=((axis, 1), *choices.tiles))
+
+
+def _merging(plan: KernelPlan, name: str, loop: Loop, axis: Axis, names: dict[str, str]) -> KernelPlan:
+    """Before: acc = correct(acc.old) ⊕ update. After: acc = correct(acc.old) ⊕ correct(part of acc)."""
+
+    def part(held: Ref) -> Expr:
+        return load(names[held.name], (index(axis), *map(index, held.axes)), held.dtype)
+
+    def folded(step: Step) -> Step:
+        if isinstance(step, Anchor):
+            return step
+        assert isinstance(step, Accumulator)
+        return replace(step, update=part_of(step, part, plan.compute), dtype=held_type(step, plan.compute))
+
+    # Rows one at a time: there are few, and nothing is shared between them.
+    tiles = {a: plan.choices.tile(a) or 1 if a in plan.features else 1 for a in plan.grid}
+    together = max(1, MERGED_AT_ONCE // max(math.prod(tiles.values()), 1))
+    tiles[axis] = min(power_of_two(axis.extent), 1 << (together.bit_length() - 1))
+    return KernelPlan(
+        name,
+        plan.grid,
+        plan.features,
+        (Loop(axis, tuple(map(folded, loop.steps))),),
+        plan.stores,
+        plan.compute,
+        Choices(tuple(tiles.items()), 4, 1),
+    )
