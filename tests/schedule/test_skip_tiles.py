@@ -183,6 +183,22 @@ def test_other_programs(fn: Callable[..., Tensor], data: Callable[[], Tensor], d
     run_and_check(fn, fl.compile(fn), inputs)
 
 
+def test_split_loops(device: torch.device) -> None:
+    """The parts of a split loop share out what the bounds leave, and rows of grouped heads have their own ids."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, valid: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
+        keep = valid[:, None, None] & (ours[:, None, :, None] == theirs[:, None, None])
+        return (q @ k.transpose(-1, -2)).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+    keys = 2500
+    valid = torch.arange(keys) < torch.tensor([[2100], [300]])
+    theirs = ids(keys, 4)
+    q, k, v = (torch.randn(2, 2, n, 16) for n in (3, keys, keys))
+    inputs = tuple(t.to(device) for t in (q, k, v, valid, theirs[:, [0, 100, 290]], theirs))
+    assert [p.name for p in fl.explain(fn, *inputs).kernels] == ["r0_k0_tiles", "r0_k0", "r0_k1"]
+    run_and_check(fn, fl.compile(fn), inputs)
+
+
 def test_short_loops_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skipping, "MIN_EXTENT", LENGTH + 1)
     run = captured(attention(PATTERNS["documents"][0]), tensors("documents"))
