@@ -13,7 +13,7 @@ from fl_pallas.capture import translate
 from fl_pallas.capture.aten import to_aten
 from fl_pallas.schedule.expr import Axis, Expr, Index, Ref, index
 from fl_pallas.schedule.pipeline import Schedule, schedule
-from fl_pallas.schedule.plan import Accumulator, KernelPlan, Loop, Step
+from fl_pallas.schedule.plan import Accumulator, KernelPlan, Loop, Step, bounds_of
 from fl_pallas.schedule.program import Program
 
 from .evaluate import _REDUCTIONS, Scope, _Evaluator, evaluate, storage
@@ -55,7 +55,7 @@ class PlanRun:
       plan: what to run.
       known: its operands.
       side: side of the tiles of every loop; None: as the plan chose.
-      bounded: whether the loops honour `lower` and `upper`, by the plan's own grid tiles.
+      bounded: whether the loops honour their bounds and interiors, by the plan's own grid tiles.
     """
 
     plan: KernelPlan
@@ -115,9 +115,15 @@ class PlanRun:
         side = self.side or self.plan.choices.tile(loop.axis)
         assert side
         runs = self._runs(loop, side) if self.bounded or loop.parts is not None else None
+        inner = self.limits(loop)[2:] if self.bounded else ()
         now = self.initial(loop)
         for start in range(first, last, side):
-            new = self._tile(loop, {**outer}, now, start, min(last, start + side))
+            new = self._tile(loop.steps, loop.axis, {**outer}, now, start, min(last, start + side))
+            if loop.interior is not None and inner and start + side <= loop.axis.extent:
+                bare = self._tile(loop.interior.steps, loop.axis, {**outer}, now, start, start + side)
+                low, high = (x if x is not None else missing for x, missing in zip(inner, (0, last), strict=True))
+                within = (low <= start) & (start + side <= np.asarray(high))
+                new = {name: np.where(within, bare[name], x) for name, x in new.items()}
             if runs is not None:
                 begin, end = runs
                 here = (start // side >= begin) & (start // side < end)
@@ -128,7 +134,7 @@ class PlanRun:
     def _runs(self, loop: Loop, side: int) -> tuple[np.ndarray, np.ndarray]:
         """First tile of the loop that each program runs, and one past the last."""
         begin, end = np.array(0), np.array(-(-loop.axis.extent // side))
-        low, high = self.limits(loop) if self.bounded else (None, None)
+        low, high = self.limits(loop)[:2] if self.bounded else (None, None)
         if low is not None:
             begin = np.clip(low, 0, loop.axis.extent) // side
         if high is not None:
@@ -140,12 +146,12 @@ class PlanRun:
         first = np.minimum(begin + part * share, end)
         return first, np.minimum(first + share, end)
 
-    def _tile(self, loop: Loop, held: Held, now: Held, start: int, stop: int) -> Held:
+    def _tile(self, steps: tuple[Step, ...], axis: Axis, held: Held, now: Held, start: int, stop: int) -> Held:
         new: Held = {}
-        scope = (*self.scope, loop.axis)
-        for step in loop.steps:
+        scope = (*self.scope, axis)
+        for step in steps:
             held[f"{step.name}.old"] = now[step.name]
-            ev = TileEvaluator(self.known, held, {loop.axis: (start, stop)})
+            ev = TileEvaluator(self.known, held, {axis: (start, stop)})
             with np.errstate(all="ignore"):
                 if isinstance(step, Accumulator):
                     part = ev.at(step.update, scope)
@@ -159,8 +165,8 @@ class PlanRun:
             held[step.name] = new[step.name] = made
         return new
 
-    def limits(self, loop: Loop) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """lower and upper over the parallel axes, by the plan's grid tiles."""
+    def limits(self, loop: Loop) -> tuple[np.ndarray | None, ...]:
+        """The bounds of a loop and of its interior over the parallel axes, by the plan's grid tiles."""
         ends: Held = {}
         for n, axis in enumerate(self.scope):
             side = self.plan.choices.tile(axis) or 1
@@ -170,8 +176,7 @@ class PlanRun:
             ends[f"{axis.name}.first"] = first
             ends[f"{axis.name}.last"] = np.minimum(first + side, axis.extent) - 1
         ev = TileEvaluator(self.known, ends)
-        low, high = (None if e is None else ev.at(e, self.scope) for e in (loop.lower, loop.upper))
-        return low, high
+        return tuple(None if e is None else ev.at(e, self.scope) for e in bounds_of(loop))
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ..errors import Unsupported
-from ..schedule.expr import Axis, Expr, Index, Load, Reduce, Size, free_axes, loads, reductions, ref_names, walk
+from ..schedule.expr import (
+    Axis,
+    Expr,
+    Index,
+    Load,
+    Reduce,
+    Ref,
+    Size,
+    children,
+    free_axes,
+    loads,
+    reductions,
+    ref_names,
+    walk,
+)
 from ..schedule.inner import as_product
 from ..schedule.integer import from_linear, linear
-from ..schedule.plan import Accumulator, KernelPlan, Loop, Step
+from ..schedule.plan import Accumulator, KernelPlan, Loop, Step, bounds_of
 from .pointwise import POINTWISE
 from .tile import COMBINE, JNP, Evaluator, Operand, Scope, Tile, identity_of, seen
 
@@ -57,9 +71,7 @@ def expressions(plan: KernelPlan) -> list[Expr]:
     """Every expression of a plan."""
     out: list[Expr] = []
     for loop in plan.loops:
-        out += [e for e in (loop.lower, loop.upper) if e is not None]
-        if loop.interior is not None:
-            out += [e for e in (loop.interior.lower, loop.interior.upper) if e is not None]
+        out += [e for e in bounds_of(loop) if e is not None]
         out += [e for s in loop.steps for e in _step_expressions(s)]
     return out + [s.expr for s in plan.stores]
 
@@ -179,11 +191,21 @@ def grid_size(plan: KernelPlan) -> int:
 
 
 def _grows(plan: KernelPlan, axis: Axis) -> bool:
-    """Whether some loop ends later the further a tile lies along `axis`, and none begins later."""
-    ends = [f"{axis.name}.last", f"{axis.name}.first"]
-    upper = any(loop.upper is not None and ref_names(loop.upper) & set(ends) for loop in plan.loops)
-    lower = any(loop.lower is not None and ref_names(loop.lower) & set(ends) for loop in plan.loops)
+    """Whether some loop ends later the further a tile lies along `axis`, and none begins later.
+
+    Bounds that data give, by reductions over it, tell nothing of the kind.
+    """
+    ends = {f"{axis.name}.last", f"{axis.name}.first"}
+    upper = any(loop.upper is not None and _plain_refs(loop.upper) & ends for loop in plan.loops)
+    lower = any(loop.lower is not None and _plain_refs(loop.lower) & ends for loop in plan.loops)
     return upper and not lower
+
+
+def _plain_refs(e: Expr) -> frozenset[str]:
+    """Names of the references inside `e` and outside of its reductions."""
+    if isinstance(e, Reduce):
+        return frozenset()
+    return ref_names(e) if isinstance(e, Ref) else frozenset().union(*map(_plain_refs, children(e)))
 
 
 def _programs(plan: KernelPlan, axis: Axis) -> int:
@@ -257,14 +279,18 @@ class _Program:
         return lax.div(self._extent(axis) + jnp.int32(side - 1), jnp.int32(side))
 
     def _loop(self, loop: Loop, outer: Scope) -> None:
-        """Run a loop: masked tiles, then those that need no mask, then masked ones again."""
+        """Run a loop: the tiles that need no mask, then the masked ones on both sides of them."""
         ev, side = self.ev, self.plan.choices.tile(loop.axis) or 1
         names = [n for s in loop.steps for n in (s.name, f"{s.name}.old")]
         probe = Scope({loop.axis: jnp.int32(0)}, {loop.axis: side}, dict.fromkeys(names))  # type: ignore[arg-type]
         ev.hoist((e for s in loop.steps for e in _step_expressions(s)), probe)
 
-        def run(steps: tuple[Step, ...], whole: bool, first: Array, last: Array, carry: tuple) -> tuple:
+        def run(
+            steps: tuple[Step, ...], whole: bool, first: Array, last: Array, carry: tuple, hole: tuple | None = None
+        ) -> tuple:
             def body(n: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+                if hole is not None:
+                    n = n + jnp.where(n >= hole[0], hole[1] - hole[0], 0)
                 scope = ev.push({loop.axis: n * jnp.int32(side)}, {loop.axis: side})
                 scope.refs.update(dict.fromkeys(names))  # type: ignore[arg-type]
                 scope.whole = frozenset((loop.axis,)) if whole else frozenset()
@@ -272,7 +298,8 @@ class _Program:
                 ev.pop()
                 return new
 
-            return lax.fori_loop(first, last, body, carry)
+            size = 0 if hole is None else hole[1] - hole[0]
+            return lax.fori_loop(first, last - size, body, carry)
 
         carry = tuple(self._initial(s) for s in loop.steps)
         first, last = self._bounds(loop, side)
@@ -282,10 +309,12 @@ class _Program:
             carry = run(loop.steps, not ragged, first, last, carry)
         else:
             start, stop = self._interior(loop, side, first, last)
-            if loop.interior is not None and loop.interior.lower is not None:
-                carry = run(loop.steps, False, first, start, carry)
             carry = run(loop.interior.steps if loop.interior else loop.steps, True, start, stop, carry)
-            carry = run(loop.steps, False, stop, last, carry)
+            if loop.interior is not None and loop.interior.lower is not None:
+                # One loop over both sides: its code and its registers are not needed twice.
+                carry = run(loop.steps, False, first, last, carry, (start, stop))
+            else:
+                carry = run(loop.steps, False, stop, last, carry)
         for s, x in zip(loop.steps, carry, strict=True):
             outer.refs[s.name] = self._tile(s, x)
 

@@ -72,7 +72,7 @@ def is_sequential(r: Reduce, tiled: frozenset[Axis]) -> bool:
     if r.kind == "sum" and as_product(r.body, r.axis, tiled | {r.axis}) is not None:
         return r.axis.extent > MAX_WHOLE
     others = (free_axes(r.body) & tiled) - {r.axis}
-    return len(others) >= 2 or r.axis.extent > MAX_WHOLE or bool(reductions(r.body))
+    return len(others) >= 2 or r.axis.extent > MAX_WHOLE or any(r.axis in free_axes(n) for n in reductions(r.body))
 
 
 def power_of_two(n: int) -> int:

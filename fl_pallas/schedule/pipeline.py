@@ -12,6 +12,7 @@ from .passes.fuse import fuse
 from .passes.group_rows import group_rows
 from .passes.grow_regions import Region, Rejected, grow_regions
 from .passes.resolve_views import resolve_views
+from .passes.skip_tiles import skip_tiles
 from .passes.split_loop import split_loop
 from .passes.split_reductions import split_reductions
 from .passes.stream import parallel_axes, stream
@@ -60,7 +61,8 @@ def schedule(program: Program, target: Target = HOPPER, record: Record = lambda 
                 loops, stores, notes = stream(part, compute)
                 parallel, loops, stores = group_rows(parallel_axes(part), loops, stores)
                 plan = build_plan(f"r{n}_k{len(plans)}", parallel, loops, stores, notes, compute, target)
-                for made in split_loop(plan, f"r{n}_k{len(plans) + 1}", target):
+                *tables, plan = skip_tiles(plan)
+                for made in (*tables, *split_loop(plan, f"r{n}_k{len(plans) + 1}", target)):
                     record("plan", plan_text(made))
                     plans.append(made)
         kernels.append(tuple(plans))

@@ -58,7 +58,8 @@ class Loop:
     """A loop over `axis`, running `steps` in order at each tile.
 
     `lower` and `upper` bound the indices that can contribute, as scalar expressions of `<axis>.first`
-    and `<axis>.last`, the ends of the current tile of a grid axis; None where nothing is known.
+    and `<axis>.last`, the ends of the current tile of a grid axis; None where nothing is known. They
+    may load tensors, and reduce over axes of their own, taken whole.
     Tiles inside of `interior` take its steps, which differ only by masks left out.
 
     With `parts`, a grid axis, the range within the bounds is shared out: the program at index n of that axis
@@ -71,6 +72,12 @@ class Loop:
     upper: Expr | None = None
     interior: Interior | None = None
     parts: Axis | None = None
+
+
+def bounds_of(loop: Loop) -> tuple[Expr | None, ...]:
+    """Lower and upper bound of a loop, then those of its interior if it has one."""
+    inner = (loop.interior.lower, loop.interior.upper) if loop.interior else ()
+    return (loop.lower, loop.upper, *inner)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from .expr import Axis, Const, Expr, Index, Load, Op, Reduce, Ref, Size, children, free_axes, walk
-from .plan import Anchor, KernelPlan, Step, Store
+from .plan import Anchor, KernelPlan, Step, Store, bounds_of
 from .program import Program, Value
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _text(e: Expr, names: Mapping[Expr, str]) -> tuple[str, int]:
     return f"{e.name}({', '.join(expr_text(a, names) for a in e.args)})", 9
 
 
-def shared(exprs: Iterable[Expr]) -> dict[Expr, str]:
+def shared(exprs: Iterable[Expr], letter: str = "t") -> dict[Expr, str]:
     """Names t0, t1, … for the larger expressions that several places use, in order of evaluation."""
     uses: Counter[Expr] = Counter()
     order: dict[Expr, None] = {}
@@ -67,7 +67,7 @@ def shared(exprs: Iterable[Expr]) -> dict[Expr, str]:
                 order[node] = None
                 uses.update(children(node))
     large = (n for n in order if isinstance(n, (Op, Reduce)) and uses[n] > 1 and free_axes(n))
-    return {n: f"t{i}" for i, n in enumerate(n for n in large if sum(1 for _ in walk(n)) > 3)}
+    return {n: f"{letter}{i}" for i, n in enumerate(n for n in large if sum(1 for _ in walk(n)) > 3)}
 
 
 def axes_text(axes: tuple[Axis, ...]) -> str:
@@ -105,14 +105,14 @@ def plan_text(plan: KernelPlan) -> str:
     choices = f"{plan.choices.warps} warps, {plan.choices.stages} stages"
     lines = [f"kernel {plan.name}", f"  grid [{grid}]  compute {plan.compute}  {choices}"]
     for loop in plan.loops:
-        low = expr_text(loop.lower) if loop.lower is not None else "0"
-        high = expr_text(loop.upper) if loop.upper is not None else str(loop.axis.extent)
+        names = shared((e for e in bounds_of(loop) if e is not None), "b")
+        lines += _shared_text(names, "  ")
+        low, high, *inner = (None if e is None else expr_text(e, names) for e in bounds_of(loop))
+        span = f"{low or 0} .. {high or loop.axis.extent}"
         part = f", part {loop.parts.name} of {loop.parts.extent}" if loop.parts is not None else ""
-        lines.append(f"  for {loop.axis.name} in {low} .. {high} by {tile(loop.axis)}{part}  (of {loop.axis.extent})")
-        if loop.interior is not None:
-            low = expr_text(loop.interior.lower) if loop.interior.lower is not None else "0"
-            high = expr_text(loop.interior.upper) if loop.interior.upper is not None else str(loop.axis.extent)
-            lines.append(f"    # no masks in {low} .. {high}")
+        lines.append(f"  for {loop.axis.name} in {span} by {tile(loop.axis)}{part}  (of {loop.axis.extent})")
+        if inner:
+            lines.append(f"    # no masks in {inner[0] or 0} .. {inner[1] or loop.axis.extent}")
         lines += _steps_text(loop.steps)
     names = shared(s.expr for s in plan.stores)
     lines += _shared_text(names, "  ")

@@ -9,7 +9,7 @@ from ..errors import ScheduleError
 from .dtype import DTYPES, is_float, is_int
 from .expr import Axis, Expr, Index, Load, Op, Reduce, Ref, free_axes, loads, walk
 from .integer import bounds
-from .plan import Accumulator, Anchor, KernelPlan, Loop, Step, Store
+from .plan import Accumulator, Anchor, KernelPlan, Loop, Step, Store, bounds_of
 from .program import Program, Value, reads_of
 from .text import axes_text, expr_text, plan_text, program_text
 
@@ -190,7 +190,7 @@ class _PlanVerifier:
         wide = [a for a in self.plan.grid if (tile(a) or 1) > 1]
         ends: dict[str, Axes] = {f"{a.name}.{end}": () for a in wide for end in ("first", "last")}
         single = [a for a in self.plan.grid if a not in wide]
-        for e in (loop.lower, loop.upper):
+        for e in bounds_of(loop):
             if e is not None:
                 check.that(is_int(e.dtype), f"the bound {expr_text(e)} is a {e.dtype}, not an integer")
                 self.expr(e, single, ends, check)

@@ -18,6 +18,7 @@ from fl_pallas.kernels.cubin import compile_ttir
 from fl_pallas.kernels.fit import SPILL, fitting
 from fl_pallas.kernels.lower import Lowered, lower_contiguous
 from fl_pallas.kernels.triton import operand_names
+from fl_pallas.schedule.passes import skip_tiles
 from fl_pallas.schedule.plan import KernelPlan
 from tests.programs import BY_NAME, FUSED, Case
 
@@ -82,6 +83,16 @@ def test_compiles(case: Case) -> None:
         assert made.cubin.binary.startswith(b"\x7fELF"), what
         spilled = made.cubin.stack  # by itself, or pytest prints the whole cubin
         assert spilled <= SPILL, f"{what}: {made.cubin.registers} registers, {spilled} bytes spilled"
+
+
+@pytest.mark.parametrize("name", ["document_causal", "masked_rows", "global_and_local"])
+def test_compiles_with_bounds_from_data(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skip_tiles, "MIN_EXTENT", SEQ)
+    kernels = kernels_of.__wrapped__(name, torch.bfloat16)
+    assert len(kernels) == 2
+    for plan, lower in kernels:
+        (made,) = fitting(plan, lower, 90)
+        assert made.choices == plan.choices and made.cubin.stack == 0
 
 
 @pytest.mark.parametrize("capability, instruction", [(80, "mma.sync"), (90, "wgmma.mma_async")])

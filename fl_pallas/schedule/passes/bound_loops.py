@@ -13,7 +13,7 @@ from dataclasses import replace
 from ..build import FALSE, TRUE, negate, op, substitute
 from ..expr import Axis, Const, Expr, Index, Op, Ref, children, const, free_axes, ref, walk
 from ..integer import Linear, bounds, linear
-from ..plan import Accumulator, Anchor, Interior, Loop
+from ..plan import Accumulator, Anchor, Interior, Loop, Step
 
 Range = tuple[Expr | None, Expr | None]  # first index that can contribute, and one past the last
 _EMPTY_HIGH = const(0, "i64")
@@ -21,13 +21,18 @@ _EMPTY_HIGH = const(0, "i64")
 
 def bound_loop(loop: Loop, tiled: frozenset[Axis]) -> Loop:
     """`loop` with `lower` and `upper`; `tiled` are the grid axes whose tile is wider than one index."""
+    lower, upper = solve(contribution(loop), loop.axis, tiled)
+    return replace(loop, lower=lower, upper=upper, interior=_interior(loop, tiled))
+
+
+def contribution(loop: Loop) -> Expr:
+    """A condition without which every accumulator of `loop` receives its identity."""
     condition: Expr = FALSE
     finite = frozenset(s.name for s in loop.steps if isinstance(s, Anchor))
     for step in loop.steps:
         if isinstance(step, Accumulator):
             condition = op("or", condition, contributes(step.update, step.kind, finite), dtype="bool")
-    lower, upper = solve(condition, loop.axis, tiled)
-    return replace(loop, lower=lower, upper=upper, interior=_interior(loop, tiled))
+    return condition
 
 
 def _interior(loop: Loop, tiled: frozenset[Axis]) -> Interior | None:
@@ -35,28 +40,34 @@ def _interior(loop: Loop, tiled: frozenset[Axis]) -> Interior | None:
     replaced: dict[Expr, Expr] = {}
     lower: Expr | None = None
     upper: Expr | None = None
-    for e in (s.update for s in loop.steps if isinstance(s, Accumulator)):
-        for test, kept in _masks(e):
-            if loop.axis in free_axes(test) and test not in replaced:
-                found = solve_certain(test if kept else negate(test), loop.axis, tiled)
-                if found is not None:
-                    replaced[test] = TRUE if kept else FALSE
-                    lower, upper = _join(lower, found[0], "max", False), _join(upper, found[1], "min", False)
-    if not replaced:
-        return None
-    steps = tuple(
-        replace(s, update=substitute(s.update, {}, replaced)) if isinstance(s, Accumulator) else s for s in loop.steps
-    )
-    return Interior(lower, upper, steps)
+    for test, kept in masks(loop.steps):
+        if loop.axis in free_axes(test) and test not in replaced:
+            found = solve_certain(test if kept else negate(test), loop.axis, tiled)
+            if found is not None:
+                replaced[test] = TRUE if kept else FALSE
+                lower, upper = narrowed(lower, found[0], "max"), narrowed(upper, found[1], "min")
+    return Interior(lower, upper, unmasked(loop.steps, replaced)) if replaced else None
 
 
-def _masks(e: Expr) -> Iterator[tuple[Expr, bool]]:
+def masks(steps: tuple[Step, ...]) -> Iterator[tuple[Expr, bool]]:
     """(test, outcome that lets a value through) of every selection between a value and a constant."""
-    for n in walk(e):
+    for n in (n for s in steps if isinstance(s, Accumulator) for n in walk(s.update)):
         if isinstance(n, Op) and n.name == "select":
             test, then, other = n.args
             if isinstance(other, Const) is not isinstance(then, Const):
                 yield test, isinstance(other, Const)
+
+
+def unmasked(steps: tuple[Step, ...], outcomes: dict[Expr, Expr]) -> tuple[Step, ...]:
+    """`steps` with tests replaced by their outcomes."""
+    return tuple(
+        replace(s, update=substitute(s.update, {}, outcomes)) if isinstance(s, Accumulator) else s for s in steps
+    )
+
+
+def narrowed(a: Expr | None, b: Expr | None, name: str) -> Expr | None:
+    """The tighter of two bounds: the max of lower ones, the min of upper ones."""
+    return _join(a, b, name, False)
 
 
 def contributes(update: Expr, kind: str, finite: frozenset[str] = frozenset()) -> Expr:

@@ -1,0 +1,209 @@
+"""Tile analysis of data: bounds of loops whose masks read tensors, from what those hold in each run of indices.
+
+Before: a document mask varies by loaded data, so every tile is visited. After: a small kernel writes the
+least and greatest id of every 64 positions, and the loop runs from the first to the last of these
+granules that may hold an id of its rows. The granule is no choice, so that any choice of tiles will do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from ..build import FALSE, TRUE, negate, op, reduce, select, substitute
+from ..dtype import is_float
+from ..expr import Axis, Const, Expr, Index, Load, Reduce, const, free_axes, index, load, loads, ref, ref_names, walk
+from ..inner import MAX_WHOLE, power_of_two
+from ..plan import Accumulator, Choices, Interior, KernelPlan, Loop, Store, bounds_of
+from ..spans import Span, truth
+from ..text import expr_text
+from .bound_loops import contribution, masks, narrowed, unmasked
+
+# Below this extent a loop has too few tiles to pay for a kernel that looks at the masks' data.
+MIN_EXTENT = 1024
+# The least number of indices summarised together: half of the widest tile, or less.
+MIN_GRANULE = 64
+# Granules that one program of the kernel that summarises takes.
+TILE = 16
+
+
+def skip_tiles(plan: KernelPlan) -> tuple[KernelPlan, ...]:
+    """`plan` alone, or the kernel that summarises the data of its masks, and `plan` with bounds that read it."""
+    if all(loop.axis.extent < MIN_EXTENT for loop in plan.loops):
+        return (plan,)
+    tables = _Tables(plan)
+    loops = tuple(_bounded(loop, tables) for loop in plan.loops)
+    plan = replace(plan, loops=loops)
+    made = tables.kernel({n.source for loop in loops for e in bounds_of(loop) if e for n in loads(e)})
+    if made is None:
+        return (plan,)
+    steps = [s for s in made.loops[0].steps if isinstance(s, Accumulator)]
+    read = ", ".join(dict.fromkeys(expr_text(s.update) for s in steps))
+    note = f"empty tiles are skipped by what {made.name} finds, {tables.granule} indices at a time, in {read}"
+    return made, replace(plan, notes=(*plan.notes, note))
+
+
+def _bounded(loop: Loop, tables: _Tables) -> Loop:
+    """`loop` from the first granule that may contribute to the last, and its interior."""
+    if loop.axis.extent < MIN_EXTENT:
+        return loop
+    known = _Known(loop.axis, tables)
+    _, possible = truth(contribution(loop), known.span, known.parts)
+    if not tables.reads(possible):
+        return loop
+    start, last = known.ends(loop.axis)
+    stop = op("add", last, const(1, "i64"), dtype="i64")
+    lower = reduce("min", known.granules, select(possible, start, const(loop.axis.extent, "i64")), "i64")
+    upper = reduce("max", known.granules, select(possible, stop, const(0, "i64")), "i64")
+    return replace(
+        loop,
+        lower=narrowed(loop.lower, lower, "max"),
+        upper=narrowed(loop.upper, upper, "min"),
+        interior=_interior(loop, known),
+    )
+
+
+def _interior(loop: Loop, known: _Known) -> Interior | None:
+    """The interior of `loop`, within the first run of granules that all masks on data let through whole."""
+    everywhere = TRUE
+    replaced: dict[Expr, Expr] = {}
+    steps = loop.interior.steps if loop.interior else loop.steps
+    for test, kept in masks(steps):
+        certain, _ = truth(test if kept else negate(test), known.span, known.parts)
+        if loop.axis in free_axes(test) and known.tables.reads(certain):
+            replaced[test] = TRUE if kept else FALSE
+            everywhere = op("and", everywhere, certain, dtype="bool")
+    if not replaced:
+        return loop.interior
+    start, _ = known.ends(loop.axis)
+    end = const(loop.axis.extent, "i64")
+    lower = reduce("min", known.granules, select(everywhere, start, end), "i64")
+    beyond = op("and", negate(everywhere), op("gt", start, lower, dtype="bool"), dtype="bool")
+    upper = reduce("min", known.granules, select(beyond, start, end), "i64")
+    if loop.interior is not None:
+        lower, upper = narrowed(loop.interior.lower, lower, "max"), narrowed(loop.interior.upper, upper, "min")
+    return Interior(lower, upper, unmasked(steps, replaced))
+
+
+class _Known:
+    """What is known as a whole of an expression over one granule of a loop and the rows of a program."""
+
+    def __init__(self, axis: Axis, tables: _Tables):
+        self.axis, self.tables = axis, tables
+        self.granules = Axis("t", -(-axis.extent // tables.granule))
+
+    def parts(self, e: Expr) -> frozenset[Axis]:
+        """The axes of the tile that `e` depends on."""
+        return free_axes(e) & {self.axis, *self.tables.rows}
+
+    def span(self, e: Expr) -> Span | None:
+        """Least and greatest value of `e` where the tables or the ends of the tile tell; None elsewhere."""
+        parts = self.parts(e)
+        if ref_names(e) or free_axes(e) - parts - self.tables.single:
+            return None
+        if not parts:
+            return None if is_float(e.dtype) and not isinstance(e, (Const, Load)) else (e, e)
+        if len(parts) > 1:
+            return None
+        (axis,) = parts
+        if isinstance(e, Index):
+            return self.ends(axis)
+        if not any(axis in free_axes(n) for n in loads(e)) or any(isinstance(n, Reduce) for n in walk(e)):
+            return None
+        if is_float(e.dtype) and not isinstance(e, Load):
+            # Arithmetic might be rounded otherwise than where the mask itself is computed.
+            return None
+        return self._column(e) if axis == self.axis else self._row(e, axis)
+
+    def ends(self, axis: Axis) -> Span:
+        """First and last index of the granule, or of the rows; beyond the axis where that ends first."""
+        if axis != self.axis:
+            return ref(f"{axis.name}.first", (), "i64"), ref(f"{axis.name}.last", (), "i64")
+        size = self.tables.granule
+        start = op("mul", index(self.granules), const(size, "i64"), dtype="i64")
+        return start, op("add", start, const(size - 1, "i64"), dtype="i64")
+
+    def _column(self, e: Expr) -> Span:
+        low, high = (self.tables.read(kind, e, self.axis, index(self.granules)) for kind in _kinds(e))
+        return low, high
+
+    def _row(self, e: Expr, axis: Axis) -> Span:
+        """Over the granules of the first and last row: a granule is no narrower than half of a tile."""
+        size = const(self.tables.granule, "i64")
+        at = [op("floordiv", end, size, dtype="i64") for end in self.ends(axis)]
+        low, high = ([self.tables.read(kind, e, axis, t) for t in at] for kind in _kinds(e))
+        join = ("and", "or") if e.dtype == "bool" else ("min", "max")
+        return op(join[0], *low, dtype=e.dtype), op(join[1], *high, dtype=e.dtype)
+
+
+def _kinds(e: Expr) -> tuple[str, str]:
+    return ("all", "any") if e.dtype == "bool" else ("min", "max")
+
+
+@dataclass
+class _Tables:
+    """The summaries that a plan's bounds read, and the kernel that makes them.
+
+    Attributes:
+      plan: the kernel with the bounds.
+      made: the accumulators, by what they are of.
+      rows: the grid axes of which a program takes a tile.
+      single: those of which it takes one index.
+      granule: how many indices are summarised together, the same for every axis.
+      every: all granules of the longest axis.
+      inside: the indices of one.
+    """
+
+    plan: KernelPlan
+    made: dict[tuple[str, Expr], Accumulator] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        sides = [c.tile(a) or 1 for c in (plan.choices, *plan.others) for a in plan.grid if a not in plan.features]
+        wide = [a for a in plan.grid if (plan.choices.tile(a) or 1) > 1]
+        self.rows = frozenset(wide) - frozenset(plan.features)
+        self.single = frozenset(plan.grid) - frozenset(wide)
+        longest = max(a.extent for a in (*self.rows, *(loop.axis for loop in plan.loops)))
+        looped = max(loop.axis.extent for loop in plan.loops)
+        # A program of the kernel takes all granules of its loop as one vector.
+        self.granule = max(MIN_GRANULE, power_of_two(-(-looped // MAX_WHOLE)), power_of_two(max(sides)) // 2)
+        self.every = Axis("t", -(-longest // self.granule))
+        self.inside = Axis("g", self.granule)
+
+    def read(self, kind: str, e: Expr, axis: Axis, at: Expr) -> Expr:
+        """The min, max, any or all of `e` over granule `at` of `axis`."""
+        granule = op("mul", index(self.every), const(self.granule, "i64"), dtype="i64")
+        position = op("add", granule, index(self.inside), dtype="i64")
+        if self.every.extent * self.granule > axis.extent:
+            # Beyond the end, the last element again.
+            position = op("min", position, const(axis.extent - 1, "i64"), dtype="i64")
+        update = substitute(e, {axis: position})
+        step = self.made.get((kind, update))
+        if step is None:
+            free = free_axes(update)
+            axes = tuple(a for a in (*self.plan.grid, self.every) if a in free)
+            step = Accumulator(f"s{len(self.made)}", kind, axes, update, e.dtype, None)
+            self.made[kind, update] = step
+        where = tuple(at if a == self.every else index(a) for a in step.axes)
+        return load(self._name(step), where, e.dtype)
+
+    def _name(self, step: Accumulator) -> str:
+        return f"{self.plan.name}_{step.name}"
+
+    def reads(self, e: Expr) -> bool:
+        """Whether `e` reads a summary."""
+        names = {self._name(s) for s in self.made.values()}
+        return any(n.source in names for n in loads(e))
+
+    def kernel(self, wanted: set[str]) -> KernelPlan | None:
+        """The kernel that writes the summaries named in `wanted`; None if there are none."""
+        steps = tuple(s for s in self.made.values() if self._name(s) in wanted)
+        if not steps:
+            return None
+        used = frozenset().union(*(s.axes for s in steps))
+        grid = tuple(a for a in (*self.plan.grid, self.every) if a in used)
+        stores = tuple(Store(self._name(s), s.axes, s.dtype, ref(s.name, s.axes, s.dtype)) for s in steps)
+        sides = {a: 1 for a in grid} | {self.every: TILE, self.inside: MIN_GRANULE}
+        return KernelPlan(
+            f"{self.plan.name}_tiles", grid, (), (Loop(self.inside, steps),), stores, self.plan.compute,
+            Choices(tuple(sides.items())),
+        )  # fmt: skip
