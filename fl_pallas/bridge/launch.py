@@ -99,7 +99,9 @@ class Family:
             for m in near:
                 if not m.laid.sizes:
                     with contextlib.suppress(Mismatch):
-                        made = self._joined(where, generalise(m.laid, own), build)
+                        # Where strides turned out less even than those of the first two, nothing more is supposed.
+                        first = not any(_alike(m.laid, other.laid) for other in near if other.laid.sizes)
+                        made = self._joined(where, generalise(m.laid, own, units=first), build)
                         return _given(made.launch, made.laid, own, index)
             return self._joined(where, own, build).launch
 
@@ -108,6 +110,14 @@ class Family:
         made = _Member(where, replace(kernel, plan=kernel.plan.with_choices(choices)), launch)
         self.members = [*self.members[-MAX_VERSIONS:], made]
         return made
+
+
+def _alike(own: Laid, general: Laid) -> bool:
+    """Whether `general` can do what `own` does."""
+    with contextlib.suppress(Mismatch):
+        sizes_of(general, own)
+        return True
+    return False
 
 
 def _given(launch: _Launch, general: Laid, own: Laid, index: int) -> _Launch:

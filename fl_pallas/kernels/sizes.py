@@ -57,8 +57,10 @@ def laid(plan: KernelPlan, operands: tuple[TensorSpec, ...]) -> Laid:
     return Laid(plan, operands, output_specs(plan))
 
 
-def generalise(a: Laid, b: Laid) -> Laid:
+def generalise(a: Laid, b: Laid, units: bool = True) -> Laid:
     """One kernel for both, and for more: what they differ in is given at launch.
+
+    units: whether it may rely on strides having the divisors that both have, for wider loads.
 
     Raises: Mismatch.
     """
@@ -70,8 +72,9 @@ def generalise(a: Laid, b: Laid) -> Laid:
             return x
         key = (is_stride, x, y)
         if key not in numbers:
-            unit = math.gcd(x, y, MAX_UNIT) if is_stride else 1
-            numbers[key] = size(len(numbers), unit, max(x, y))
+            unit = math.gcd(x, y, MAX_UNIT) if is_stride and units else 1
+            # Less than 8 elements of 16 bits make no wide load, and would only shut sizes out.
+            numbers[key] = size(len(numbers), unit if unit >= 8 else 1, max(x, y))
         return numbers[key]
 
     wider = max(a.plan, b.plan, key=lambda p: math.prod(n for _, n in p.choices.tiles))

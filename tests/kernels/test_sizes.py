@@ -1,0 +1,133 @@
+"""One kernel for many sizes, run by Pallas's interpreter: it does what the kernel made for each size does."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from fl_pallas.bridge.dlpack import matmul_precision
+from fl_pallas.kernels.fit import SPILL, fitting
+from fl_pallas.kernels.lower import Lowered, lower
+from fl_pallas.kernels.sizes import Laid, Mismatch, generalise, laid, programs_of, sizes_of
+from fl_pallas.kernels.tile import seen
+from fl_pallas.kernels.triton import TensorSpec, contiguous, operand_names, pallas_function
+from fl_pallas.schedule.plan import KernelPlan
+from tests.plan_evaluate import captured
+from tests.programs import BY_NAME
+
+CASES = (
+    "vanilla causal_where sliding_window padding_lengths softcap document_causal alibi gqa_repeat dense_bias "
+    "with_entropy retention max_times two_softmax_mixture gqa_grouped"
+).split()
+
+
+@functools.cache
+def kernel(name: str, seq: int) -> Laid:
+    """The first kernel of a case at this length, its operands freshly allocated."""
+    case = BY_NAME[name]
+    made = captured(case.target(torch.float32, "cpu"), case.make_inputs(seq, torch.float32, "cpu")).made
+    values = {v.name: v for v in made.program.values}
+    plan = made.kernels[0][0]
+    return laid(plan, tuple(contiguous(values[n].shape, values[n].dtype) for n in operand_names(plan)))
+
+
+@functools.cache
+def general(name: str) -> Laid:
+    return generalise(kernel(name, 128), kernel(name, 300))
+
+
+def data(specs: tuple[TensorSpec, ...]) -> list[jax.Array]:
+    random = np.random.default_rng(0)
+    out = []
+    for s in specs:
+        n = math.prod(map(seen, s.shape))
+        whole = not jnp.issubdtype(s.stored, jnp.floating)
+        out.append(jnp.asarray(random.integers(0, 2, n) if whole else random.standard_normal(n), s.stored))
+    return out
+
+
+def alone(own: Laid) -> list[np.ndarray]:
+    """The outputs of a kernel on random operands, flat."""
+    with jax.enable_x64(True):
+        function = pallas_function(own.plan, own.operands, matmul_precision(True), True)
+        return [np.asarray(x) for x in function(*data(own.operands))]
+
+
+def by(many: Laid, own: Laid) -> list[np.ndarray]:
+    """The same by `many`, whose arrays are as long as its hints: no shorter."""
+    with jax.enable_x64(True):
+        sizes = jnp.asarray(sizes_of(many, own), jnp.int32)
+        function = pallas_function(
+            many.plan, many.operands, matmul_precision(True), True, many.outputs, many.sizes, programs_of(many, own)
+        )
+        padded = [jnp.pad(x, (0, max(0, s.span - x.size))) for x, s in zip(data(own.operands), many.operands)]
+        found = [np.asarray(x) for x in function(sizes, *padded)]
+    return [x[: math.prod(map(seen, s.shape))] for x, s in zip(found, own.outputs)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_numbers(name: str) -> None:
+    many = general(name)
+    assert many.sizes
+    for seq in (300, 76):
+        own = kernel(name, seq)
+        for got, want in zip(by(many, own), alone(own), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_three_lengths_need_one_kernel() -> None:
+    many = general("causal_where")
+    assert [sizes_of(many, kernel("causal_where", n))[0] for n in (128, 300, 129, 517, 2000)] == [
+        128,
+        300,
+        129,
+        517,
+        2000,
+    ]
+
+
+def test_what_differs_in_more_is_another_kernel() -> None:
+    with pytest.raises(Mismatch):
+        generalise(kernel("vanilla", 128), kernel("causal_where", 128))
+    with pytest.raises(Mismatch):
+        generalise(wide(128), wide(128, 32))
+    with pytest.raises(Mismatch):
+        sizes_of(general("vanilla"), kernel("vanilla", 1))
+
+
+def test_the_same_kernel_needs_no_sizes() -> None:
+    same = generalise(kernel("vanilla", 128), kernel("vanilla", 128))
+    assert same.sizes == 0 and same.operands == kernel("vanilla", 128).operands
+
+
+def test_units_let_loads_stay_wide() -> None:
+    """Strides that are multiples of 16 are known to be: 16-byte asynchronous copies, as for one length."""
+    a, b = (wide(n) for n in (512, 1000))
+    many = generalise(a, b)
+
+    def lowered(plan: KernelPlan) -> Lowered:
+        return lower(plan, many.operands, matmul_precision(False), many.outputs, many.sizes)
+
+    (made,) = fitting(many.plan, lowered, 90)
+    assert "cp.async.cg" in made.cubin.asm["ptx"] and "wgmma.mma_async" in made.cubin.asm["ptx"]
+    assert made.cubin.stack <= SPILL
+
+
+def test_units_shut_lengths_out() -> None:
+    assert sizes_of(generalise(wide(512, 8), wide(1000, 8)), wide(300, 8))
+    with pytest.raises(Mismatch, match="unit"):
+        sizes_of(generalise(wide(512, 8), wide(1000, 8)), wide(301, 8))
+    assert sizes_of(generalise(wide(512, 8), wide(1000, 8), units=False), wide(301, 8))
+
+
+def wide(seq: int, dim: int = 64) -> Laid:
+    """Plain attention in bfloat16."""
+    made = captured(BY_NAME["vanilla"].fn, [torch.zeros(1, 2, seq, dim, dtype=torch.bfloat16) for _ in range(3)]).made
+    plan = made.kernels[0][0]
+    return laid(plan, tuple(contiguous((1, 2, seq, dim), "bf16") for _ in operand_names(plan)))
