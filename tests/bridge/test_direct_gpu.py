@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from fl_pallas.bridge.launch import DirectKernel, unavailable
+import fl_pallas as fl
+from fl_pallas.bridge.launch import DirectKernel, Family, unavailable
 from tests.direct import compile_with
 from tests.oracle import run_and_check
 from tests.programs import BY_NAME, Case
@@ -99,6 +101,54 @@ def test_operands_at_odd_addresses(shift: int) -> None:
             room = torch.empty(t.numel() + n, device="cuda", dtype=t.dtype)
             moved.append(room[n:].view(t.shape).copy_(t))
         torch.testing.assert_close(compiled(*moved), softmax_attention(q, k, v), rtol=2e-2, atol=2e-2)
+
+
+LENGTHS = (512, 1024, 300, 301, 64, 2000, 777, 129, 1000, 513)
+
+
+@pytest.mark.parametrize(
+    "name", ["vanilla", "causal_where", "sliding_window", "padding_lengths", "softcap", "document_causal"]
+)
+def test_many_lengths(name: str) -> None:
+    """A kernel for the first length, and at most two more that are given theirs."""
+    case = BY_NAME[name]
+    family = Family()
+    for seq in LENGTHS:
+        inputs = case.make_inputs(seq, torch.bfloat16, "cuda")
+        torch.compiler.reset()
+        with torch.no_grad():
+            run_and_check(case.fn, compile_with(lambda p: DirectKernel(p, family=family), case.fn), inputs, name=name)
+    # Above 1024, masks on data have a kernel that looks at them.
+    assert len(family.members) <= (3 if name != "document_causal" else 6)
+
+
+def test_a_function_keeps_its_family() -> None:
+    """What fl.compile built for one length serves the next, through TorchDynamo's recompilations."""
+    compiled = fl.compile(softmax_attention)
+    kept: list[Family] = []
+    original = Family.launch
+
+    def spy(self: Family, *args):
+        kept.append(self)
+        return original(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(Family, "launch", spy)
+        for seq in (500, 600, 700, 800, 801):
+            run_and_check(softmax_attention, compiled, qkv(seq), name="vanilla")
+    assert len(set(map(id, kept))) == 1 and len(kept[0].members) <= 3
+
+
+def test_tuning_and_the_cache(tmp_path: Path) -> None:
+    """Tuned choices are right, are kept, and a second kernel takes what the first one left."""
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(fl.config, "cache", str(tmp_path))
+        run_and_check(softmax_attention, fl.compile(softmax_attention, tune=4), qkv(), name="vanilla")
+        assert fl.cache.info().entries == 1
+        torch.compiler.reset()
+        patch.setattr("fl_pallas.kernels.fit.fitting", None)
+        run_and_check(softmax_attention, fl.compile(softmax_attention, tune=4), qkv(), name="vanilla")
+        assert fl.cache.info().entries == 1
 
 
 def test_every_result_is_new() -> None:
