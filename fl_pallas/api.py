@@ -244,7 +244,7 @@ def _build_graph(
     if not runners:
         return gm, made, Counter(_left(aten))
     spliced = splice(aten, runners)
-    return spliced, made, Counter(_left(spliced))
+    return spliced.forward, made, Counter(_left(spliced))
 
 
 def _launcher(

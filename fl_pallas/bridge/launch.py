@@ -64,6 +64,21 @@ class _Launch:
 
 
 @dataclass(frozen=True)
+class _Version:
+    """What a call with tensors of certain layouts does.
+
+    Attributes:
+      device: where it runs.
+      changes: operands (by position) that are replaced, and how: by a copy, on the device, contiguous.
+      launch: None for a kernel of no programs.
+    """
+
+    device: torch.device
+    changes: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...]
+    launch: _Launch | None
+
+
+@dataclass(frozen=True)
 class _Member:
     """A kernel of a family: `where` it can run (device, precision, alignments), and its code."""
 
@@ -112,6 +127,10 @@ class Family:
         return made
 
 
+def _fresh(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda t: t.to(device).resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
 def _alike(own: Laid, general: Laid) -> bool:
     """Whether `general` can do what `own` does."""
     with contextlib.suppress(Mismatch):
@@ -151,8 +170,9 @@ class DirectKernel:
         self._device = device
         self._programs = grid_size(plan)
         self._outputs = [(s.shape, torch_dtype(s.dtype)) for s in plan.stores]
-        self._versions: dict[tuple[Any, ...], _Launch] = {}
-        self._copied: dict[tuple[Any, ...], frozenset[str]] = {}
+        # A product of float32 matrices follows torch.get_float32_matmul_precision().
+        self._follows_precision = plan.compute == "f32"
+        self._versions: dict[tuple[Any, ...], _Version] = {}
         self._lock = threading.Lock()
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -160,38 +180,32 @@ class DirectKernel:
 
         Raises: Unsupported if the kernel cannot be compiled for, or does not fit on, the device.
         """
-        device = self._place(operands)
-        index: int = device.index  # type: ignore[assignment]
-        if any(t.device != device for t in operands):
-            # PyTorch lets a CPU tensor of no dimensions take part in computations on a GPU.
-            operands = [t.to(device) for t in operands]
-        operands = [t.resolve_neg() for t in operands]
-        layout = tuple([(t.shape, t.stride()) for t in operands])
-        copied = self._copied.get(layout)
-        if copied is None:
-            copied = self._copied[layout] = to_copy(self.plan, operands)
-        if copied:
-            operands = [t.contiguous() if n in copied else t for n, t in zip(self.names, operands, strict=True)]
-        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
-        if not self._programs:
-            return results
+        # Everything that another version may be needed for, by the cheapest calls that tell it.
         pointers = [t.data_ptr() for t in operands]
-        key = (
-            index,
-            torch.get_float32_matmul_precision(),
-            *[(t.shape, t.stride(), t.dtype, p % ALIGNMENT) for t, p in zip(operands, pointers, strict=True)],
+        key: tuple[Any, ...] = (
+            torch.get_float32_matmul_precision() if self._follows_precision else None,
+            *[(t.shape, t.stride(), t.dtype, t.get_device(), t.is_neg()) for t in operands],
+            *[p & (ALIGNMENT - 1) for p in pointers],
         )
-        version = self._versions.get(key)
-        if version is None:
-            version = self._prepare(key, operands, index)
+        version = self._versions.get(key) or self._prepare(key, operands)
+        if version.changes:
+            operands = list(operands)
+            for n, change in version.changes:
+                operands[n] = change(operands[n])
+            pointers = [t.data_ptr() for t in operands]
+        device, launch = version.device, version.launch
+        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
+        if launch is None:
+            return results
         pointers += [t.data_ptr() for t in results]
-        if version.sizes is not None:
-            pointers.insert(0, version.sizes.data_ptr())
+        if launch.sizes is not None:
+            pointers.insert(0, launch.sizes.data_ptr())
+        index: int = device.index  # type: ignore[assignment]
         if torch.cuda.current_device() == index:
-            version.run(version.programs, 1, 1, _stream(index), *version.fixed, *pointers)
+            launch.run(launch.programs, 1, 1, _stream(index), *launch.fixed, *pointers)
         else:
             with torch.cuda.device(index):
-                version.run(version.programs, 1, 1, _stream(index), *version.fixed, *pointers)
+                launch.run(launch.programs, 1, 1, _stream(index), *launch.fixed, *pointers)
         return results
 
     def lowered(self, operands: Sequence[torch.Tensor], choices: Choices | None = None) -> Lowered:
@@ -212,16 +226,26 @@ class DirectKernel:
             raise Unsupported(self.plan.name, "the direct road needs tensors on an NVIDIA GPU")
         return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
-    def _prepare(self, key: tuple[Any, ...], operands: Sequence[torch.Tensor], index: int) -> _Launch:
+    def _prepare(self, key: tuple[Any, ...], operands: Sequence[torch.Tensor]) -> _Version:
         with self._lock:
             found = self._versions.get(key)
             if found is not None:
                 return found
-            with cache.cubins():
-                version = self._built(operands, index)
+            device = self._place(operands)
+            changes: list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = []
+            copied = to_copy(self.plan, operands)
+            for n, t in enumerate(operands):
+                # PyTorch lets a CPU tensor of no dimensions take part in computations on a GPU.
+                if t.device != device or t.is_neg() or self.names[n] in copied:
+                    changes.append((n, _fresh(device)))
+            operands = [dict(changes)[n](t) if n in dict(changes) else t for n, t in enumerate(operands)]
+            launch = None
+            if self._programs:
+                with cache.cubins():
+                    launch = self._built(operands, device.index)  # type: ignore[arg-type]
             while len(self._versions) >= MAX_VERSIONS:
                 del self._versions[next(iter(self._versions))]
-            self._versions[key] = version
+            self._versions[key] = version = _Version(device, tuple(changes), launch)
             return version
 
     def _built(self, operands: Sequence[torch.Tensor], index: int) -> _Launch:
@@ -297,8 +321,12 @@ class DirectKernel:
             except Exception as e:  # out of shared memory, no C compiler, a driver too old, ...
                 raise Unsupported(lowered.name, f"cannot be loaded on {torch.cuda.get_device_name(index)}: {e}") from e
         # launch_metadata, launch_enter_hook, launch_exit_hook: profilers that hook into triton are not served.
-        fixed = (kernel.function, kernel.packed_metadata, None, None, None)
-        return _Launch(run, lowered.programs, fixed, kernel)
+        hooks = (kernel.packed_metadata, None, None, None)
+        if hasattr(run, "launch") and not hasattr(run, "arg_annotations"):
+            # Triton 3.6: its launcher less a look, at every call, at the scratch memory that this kernel has none of.
+            scratch = (run.launch_cooperative_grid, run.launch_pdl, None, None)
+            return _Launch(run.launch, lowered.programs, (kernel.function, *scratch, *hooks), kernel)
+        return _Launch(run, lowered.programs, (kernel.function, *hooks), kernel)
 
 
 def milliseconds(launch: Callable[[], None]) -> float:

@@ -25,20 +25,25 @@ class RegionRunner:
         self, region: Region, plans: Sequence[KernelPlan], kernels: Sequence[Kernel], names: Sequence[Sequence[str]]
     ):
         self.outputs = region.outputs
-        self._steps = list(zip(plans, kernels, names, strict=True))
         made = {s.name for p in plans for s in p.stores}
         self.operands = tuple(dict.fromkeys(n for group in names for n in group if n not in made))
+        # Tensors by position: the operands, then what each kernel stores.
+        place = {n: k for k, n in enumerate((*self.operands, *(s.name for p in plans for s in p.stores)))}
+        self._steps = [(kernel, [place[n] for n in group]) for kernel, group in zip(kernels, names, strict=True)]
+        self._results = [place[n] for n in self.outputs]
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        env = dict(zip(self.operands, tensors, strict=True))
-        for plan, kernel, names in self._steps:
-            results = kernel([env[n] for n in names])
-            env.update((s.name, t) for s, t in zip(plan.stores, results, strict=True))
-        return tuple(env[n] for n in self.outputs)
+        known = [*tensors]
+        for kernel, places in self._steps:
+            known += kernel([known[k] for k in places])
+        return tuple([known[k] for k in self._results])
 
 
 def splice(gm: GraphModule, runners: Sequence[RegionRunner]) -> GraphModule:
-    """`gm` with the outputs of each region computed by its runner; nodes nobody needs any more are gone."""
+    """`gm` with the outputs of each region computed by its runner; nodes nobody needs any more are gone.
+
+    Call its `forward`: what a Module does around it takes longer than to launch a kernel.
+    """
     graph = gm.graph
     nodes = {n.name: n for n in graph.nodes}
     last = next(n for n in graph.nodes if n.op == "output")

@@ -6,7 +6,7 @@ from ..expr import Axis, Expr, free_axes
 from ..plan import Accumulator, KernelPlan, Loop, Store
 from ..target import Target
 from .bound_loops import bound_loop
-from .choose import choose, operand_bytes, roles
+from .choose import choose, product_bytes, roles
 
 
 def build_plan(
@@ -26,7 +26,7 @@ def build_plan(
     exprs: list[Expr] = [s.expr for s in stores]
     exprs += [s.update for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
     kinds = roles(parallel, loops, stores)
-    choices, *others = choose(kinds, loops, stores, operand_bytes(exprs), target)
+    choices, *others = choose(kinds, loops, stores, product_bytes(kinds, loops, stores), target)
     tiled = frozenset(a for a, n in choices.tiles if n > 1)
     used = frozenset().union(*(free_axes(e) for e in exprs), *(s.axes for s in stores))
     grid = tuple(a for a in parallel if a.extent > 1 and a in used)

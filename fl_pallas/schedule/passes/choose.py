@@ -102,7 +102,7 @@ def choose(
 
     Args:
       kinds: the parallel axes by role.
-      bytes_: size of the widest floating operand's element.
+      bytes_: size of the widest multiplied element.
       target: the device to fit.
     """
     fixed: dict[Axis, int] = {a: 1 for a in kinds.batch}
@@ -183,7 +183,15 @@ def _size(axes: frozenset[Axis], tiles: dict[Axis, int]) -> int:
     return math.prod(tiles.get(a, covering_tile(a)) for a in axes)
 
 
-def operand_bytes(exprs: list[Expr]) -> int:
-    """Size of an element of the widest floating operand, bytes."""
-    sizes = [itemsize(n.dtype) for e in exprs for n in loads(e) if is_float(n.dtype)]
-    return max(sizes, default=4)
+def product_bytes(kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> int:
+    """Size of an element of the widest matrix that is multiplied, bytes; of what is loaded, if none is."""
+    row = (kinds.row,) if kinds.row is not None else ()
+    tiled = frozenset((*kinds.features, *row, *(loop.axis for loop in loops)))
+    sums = [(s, loop.axis) for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
+    exprs = [*(s.expr for s in stores), *(s.update for s, _ in sums)]
+    found = [s.dtype for s, axis in sums if s.kind == "sum" and as_product(s.update, axis, tiled) is not None]
+    for r in {n for e in exprs for n in walk(e) if isinstance(n, Reduce) and n.kind == "sum"}:
+        if as_product(r.body, r.axis, tiled | {r.axis}) is not None:
+            found.append(r.dtype)
+    loaded = [n.dtype for e in exprs for n in loads(e) if is_float(n.dtype)]
+    return max(map(itemsize, found or loaded), default=4)
