@@ -28,6 +28,7 @@ from ..schedule.expr import (
     ref,
     size,
 )
+from ..schedule.inner import MAX_WHOLE
 from ..schedule.integer import MAX_SIZE
 from ..schedule.plan import Choices, KernelPlan, Store
 from .triton import TensorSpec, operand_names, output_specs
@@ -35,6 +36,7 @@ from .triton import TensorSpec, operand_names, output_specs
 # Sizes that hold a stride are given in units that Triton may rely on, elements; the widest load has 16 of them.
 MAX_UNIT = 16
 # What is chosen, told or named does not make two kernels different.
+_UNBOUNDED: dict[str, Any] = {"lower": None, "upper": None, "interior": None}
 _FREE = {KernelPlan: ("name", "choices", "others", "notes"), Store: ("name",)}
 
 
@@ -80,8 +82,8 @@ def generalise(a: Laid, b: Laid, units: bool = True) -> Laid:
     wider = max(a.plan, b.plan, key=lambda p: math.prod(n for _, n in p.choices.tiles))
     made = _Walk(a, b, join).laid()
     own = {axis.name: axis for axis in (*made.plan.grid, *(loop.axis for loop in made.plan.loops))}
-    open_axes = {axis for axis in own.values() if axis.size is not None}
-    covered = set(made.plan.features) | {axis for axis in _axes(made.plan) if axis.size is not None} - open_axes
+    plain = replace(made.plan, loops=tuple(replace(loop, **_UNBOUNDED) for loop in made.plan.loops))
+    covered = {*made.plan.features, *(_axes(plain) - set(own.values()))}
     if any(axis.size is not None for axis in covered):
         raise Mismatch("an axis that a tile covers whole")
 
@@ -144,6 +146,9 @@ class _Walk:
     def __init__(self, a: Laid, b: Laid, join: Callable[[int | Size, int, bool], int | Size]):
         self.a, self.b, self.join = a, b, join
         self.known: dict[tuple[int, int], Expr] = {}
+        self.bound: dict[str, str] = {}
+        # The axes that are tiled; what bounds of loops reduce over else is taken whole, up to MAX_WHOLE.
+        self.tiled = {axis.name for axis in (*a.plan.grid, *(loop.axis for loop in a.plan.loops))}
         self.places = [{n: k for k, n in enumerate(operand_names(x.plan))} for x in (a, b)]
 
     def laid(self) -> Laid:
@@ -164,10 +169,16 @@ class _Walk:
         return n
 
     def axis(self, x: Axis, y: Axis) -> Axis:
-        if x.name != y.name:
+        if self.bound.get(x.name, x.name) != y.name:
             raise Mismatch("axes")
         n = self.integer(x.extent if x.size is None else x.size, y.extent, 2)
-        return Axis(x.name, x.extent) if isinstance(n, int) else Axis(x.name, n.hint, n)
+        if isinstance(n, int):
+            return Axis(x.name, x.extent)
+        if x.name in self.tiled:
+            return Axis(x.name, n.hint, n)
+        if y.extent > MAX_WHOLE:
+            raise Mismatch("an axis that no tile covers")
+        return Axis(x.name, MAX_WHOLE, n)
 
     def spec(self, x: TensorSpec, y: TensorSpec) -> TensorSpec:
         if (x.dtype, x.offset, len(x.shape)) != (y.dtype, y.offset, len(y.shape)):
@@ -229,6 +240,9 @@ class _Walk:
             assert isinstance(y, Reduce)
             if x.kind != y.kind:
                 raise Mismatch("reductions")
+            # What a reduction binds is named by its extent.
+            if self.bound.setdefault(x.axis.name, y.axis.name) != y.axis.name:
+                raise Mismatch("axes")
             return raw_reduce(x.kind, self.axis(x.axis, y.axis), self.anything(x.body, y.body), x.dtype)
         assert isinstance(y, Ref)
         return ref(x.name, self.anything(x.axes, y.axes), x.dtype) if x.name == y.name else self.fail("references")

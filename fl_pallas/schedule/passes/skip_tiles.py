@@ -11,7 +11,23 @@ from dataclasses import dataclass, field, replace
 
 from ..build import FALSE, TRUE, negate, op, reduce, select, substitute
 from ..dtype import is_float
-from ..expr import Axis, Const, Expr, Index, Load, Reduce, const, free_axes, index, load, loads, ref, ref_names, walk
+from ..expr import (
+    Axis,
+    Const,
+    Expr,
+    Index,
+    Load,
+    Reduce,
+    const,
+    free_axes,
+    index,
+    load,
+    loads,
+    raw_op,
+    ref,
+    ref_names,
+    walk,
+)  # fmt: skip
 from ..inner import MAX_WHOLE, power_of_two
 from ..plan import Accumulator, Choices, Interior, KernelPlan, Loop, Store, bounds_of
 from ..spans import Span, truth
@@ -173,9 +189,8 @@ class _Tables:
         """The min, max, any or all of `e` over granule `at` of `axis`."""
         granule = op("mul", index(self.every), const(self.granule, "i64"), dtype="i64")
         position = op("add", granule, index(self.inside), dtype="i64")
-        if self.every.extent * self.granule > axis.extent:
-            # Beyond the end, the last element again.
-            position = op("min", position, const(axis.extent - 1, "i64"), dtype="i64")
+        # Beyond the end, the last element again; said of every length, so that all have the same kernel.
+        position = raw_op("min", (position, const(axis.extent - 1, "i64")), "i64")
         update = substitute(e, {axis: position})
         step = self.made.get((kind, update))
         if step is None:
