@@ -10,6 +10,7 @@ import torch
 
 from ..errors import InputError
 from ..schedule import build
+from ..schedule.dtype import is_float
 from ..schedule.expr import Expr, index
 from .pointwise import Arith
 from .tensor import At, Indices, Number, Operand, Spec, Tensor, element, fresh_axis, normal_dims
@@ -50,7 +51,8 @@ def _cast(x: Tensor, dtype: str) -> Tensor:
 
 def _sum(out: Spec, x: Tensor, dim: Dims = None, keepdim: bool = False, **_: Any) -> At:
     dtype = accumulator(out.dtype)
-    return _reduce("sum", _cast(x, dtype), dim, keepdim, dtype)
+    # What PyTorch rounded before it summed may be multiplied in that type, should it be a product of matrices.
+    return _reduce("sum", _cast(x, dtype), dim, keepdim, x.dtype if is_float(x.dtype) else dtype)
 
 
 def _prod(out: Spec, x: Tensor, dim: Dims = None, keepdim: bool = False, **_: Any) -> At:

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from .dtype import compute_dtype
 from .passes.build_plan import build_plan
 from .passes.cut import cut
-from .passes.fuse import fuse
+from .passes.fuse import Fused, fuse
 from .passes.group_rows import group_rows
 from .passes.grow_regions import Region, Rejected, grow_regions
+from .passes.part import part_chains, part_outputs, tile_area
 from .passes.resolve_views import resolve_views
 from .passes.skip_tiles import skip_tiles
 from .passes.split_loop import split_loop
 from .passes.split_reductions import split_reductions
 from .passes.stream import parallel_axes, stream
-from .plan import KernelPlan
+from .plan import KernelPlan, Loop, Store
 from .program import Program
 from .target import HOPPER, Target
 from .text import fused_text, growth_text, plan_text, program_text
@@ -56,14 +57,31 @@ def schedule(program: Program, target: Target = HOPPER, record: Record = lambda 
             record("fuse", fused_text(fused))
             fused = split_reductions(fused)
             record("split_reductions", fused_text(fused))
-            for part in cut(fused, f"r{n}_{len(plans)}"):
-                record("cut", fused_text(part))
-                loops, stores, notes = stream(part, compute)
-                parallel, loops, stores = group_rows(parallel_axes(part), loops, stores)
-                plan = build_plan(f"r{n}_k{len(plans)}", parallel, loops, stores, notes, compute, target)
-                *tables, plan = skip_tiles(plan)
-                for made in (*tables, *split_loop(plan, f"r{n}_k{len(plans) + 1}", target)):
-                    record("plan", plan_text(made))
-                    plans.append(made)
+            for group in part_outputs(fused, compute):
+                for part in cut(group, f"r{n}_{len(plans)}"):
+                    record("cut", fused_text(part))
+                    for made in _planned(part, f"r{n}_k", len(plans), compute, target):
+                        record("plan", plan_text(made))
+                        plans.append(made)
         kernels.append(tuple(plans))
     return Schedule(program, growth.regions, tuple(kernels), growth.rejected)
+
+
+def _planned(part: Fused, name: str, number: int, compute: str, target: Target) -> list[KernelPlan]:
+    """The kernels of one part, named by `name` and a number from `number` on."""
+    loops, stores, notes = stream(part, compute)
+    parallel, loops, stores = group_rows(parallel_axes(part), loops, stores)
+    plans: list[KernelPlan] = []
+
+    def build(kernel: tuple[tuple[Loop, ...], tuple[Store, ...]], label: str) -> KernelPlan:
+        return build_plan(label, parallel, *kernel, notes, compute, target)
+
+    whole = (loops, stores)
+    chains = part_chains(loops, stores, parallel, f"{name}{number}", compute)
+    area = tile_area(build(whole, name))
+    # Chains apart do the same work; they pay where together they leave no registers for a good tile.
+    apart = len(chains) > 1 and all(tile_area(build(chain, name)) >= 2 * area > 0 for chain in chains)
+    for kernel in chains if apart else (whole,):
+        *tables, plan = skip_tiles(build(kernel, f"{name}{number + len(plans)}"))
+        plans.extend((*tables, *split_loop(plan, f"{name}{number + len(plans) + len(tables) + 1}", target)))
+    return plans

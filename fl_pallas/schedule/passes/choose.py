@@ -51,8 +51,14 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
     found = {n for e in bodies for n in loads(e) if is_float(n.dtype)}
     inner = [n for n in found if not loops or free_axes(n) & {loop.axis for loop in loops}]
 
+    others = {*rest, *(loop.axis for loop in loops)}
+
+    def elements(n: Load) -> int:
+        """Of an index of the loop and of each parallel axis."""
+        return math.prod(b.extent for b in free_axes(n) - others)
+
     def reuse(a: Axis) -> tuple[int, int, int]:
-        return sum(width(n) for n in inner if a not in free_axes(n)), a.extent, axes.index(a)
+        return sum(elements(n) for n in inner if a not in free_axes(n)), a.extent, axes.index(a)
 
     row = max(rest, key=reuse, default=None)
     if row is not None and loops and reuse(row)[0] == 0:
@@ -124,23 +130,28 @@ def choose(
             tiles[kinds.row] = min(row, max(MIN_TILE, power_of_two(kinds.row.extent)))
         for loop in loops:
             tiles[loop.axis] = min(column, max(MIN_TILE, power_of_two(loop.axis.extent)))
-        fits = weight * _registers(tiles, loops, stores) <= target.registers * 32 * warps
+        fits = weight * _registers(tiles, loops, stores, frozenset(kinds.features)) <= target.registers * 32 * warps
         choices = Choices(tuple(tiles.items()), warps, stages)
         (fitting if fits else narrower).append(choices)
     return tuple(dict.fromkeys(fitting or narrower[-1:]))
 
 
-def _registers(tiles: dict[Axis, int], loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> int:
+def _registers(
+    tiles: dict[Axis, int], loops: tuple[Loop, ...], stores: tuple[Store, ...], features: frozenset[Axis]
+) -> int:
     """32-bit registers of a program: what loops carry, and what is alive in the body of one."""
     tiled = frozenset(a for a, n in tiles.items() if n > 1)
     held = sum(_size(frozenset(s.axes), tiles) for loop in loops for s in loop.steps)
-    body = max((_live(loop, tiles, tiled) for loop in loops), default=0)
+    body = max((_live(loop, tiles, tiled, features) for loop in loops), default=0)
     final = max((_largest(s.expr, tiles, tiled) for s in stores), default=0)
     return max(held + body, final)
 
 
-def _live(loop: Loop, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int:
-    """The widest tile of a loop's body, times what is alive of its size at once."""
+def _live(loop: Loop, tiles: dict[Axis, int], tiled: frozenset[Axis], features: frozenset[Axis]) -> int:
+    """The widest tile of a loop's body, times what is alive of its size at once.
+
+    Matrices that are only multiplied, along features, lie in shared memory.
+    """
     updates = [s.update for s in loop.steps if isinstance(s, Accumulator)]
     widest = max(_largest(e, tiles, tiled) for e in updates)
     nodes = {n for e in updates for n in walk(e)}
@@ -148,7 +159,7 @@ def _live(loop: Loop, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int:
     costly = any(isinstance(n, Op) and n.name in COSTLY and loop.axis in free_axes(n) for n in nodes)
     sequential = any(isinstance(n, Reduce) and is_sequential(n, tiled | {n.axis}) for n in nodes)
     return widest * (max(1, references) + costly + sequential) + sum(
-        _loaded(n, tiles) for n in nodes if isinstance(n, Load)
+        _loaded(n, tiles) for n in nodes if isinstance(n, Load) and not free_axes(n) & features
     )
 
 
