@@ -23,7 +23,7 @@ from ..kernels.sizes import Laid, Mismatch, generalise, laid, programs_of, sizes
 from ..kernels.triton import grid_size, operand_names
 from ..schedule.plan import Choices, KernelPlan, fingerprint
 from .dlpack import matmul_precision
-from .layout import spec_of, to_copy
+from .layout import Readable, spec_of
 
 # Compiled versions of one kernel (shapes, strides, types, alignments, devices) kept at a time.
 MAX_VERSIONS = 64
@@ -152,7 +152,7 @@ class DirectKernel:
         self._programs = grid_size(plan)
         self._outputs = [(s.shape, torch_dtype(s.dtype)) for s in plan.stores]
         self._versions: dict[tuple[Any, ...], _Launch] = {}
-        self._copied: dict[tuple[Any, ...], frozenset[str]] = {}
+        self._readable = Readable(plan)
         self._lock = threading.Lock()
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -165,13 +165,7 @@ class DirectKernel:
         if any(t.device != device for t in operands):
             # PyTorch lets a CPU tensor of no dimensions take part in computations on a GPU.
             operands = [t.to(device) for t in operands]
-        operands = [t.resolve_neg() for t in operands]
-        layout = tuple([(t.shape, t.stride()) for t in operands])
-        copied = self._copied.get(layout)
-        if copied is None:
-            copied = self._copied[layout] = to_copy(self.plan, operands)
-        if copied:
-            operands = [t.contiguous() if n in copied else t for n, t in zip(self.names, operands, strict=True)]
+        operands = self._readable([t.resolve_neg() for t in operands])
         results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
         if not self._programs:
             return results
