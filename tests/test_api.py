@@ -764,14 +764,19 @@ def refused(f: Callable, inputs: list[Tensor]) -> None:
     run_and_check(attention, f, qkv())
 
 
-@pytest.mark.parametrize("after_a_good_call", [False, True])
-def test_shapes_that_do_not_fit(after_a_good_call: bool) -> None:
+@pytest.fixture(params=[False, True], ids=["new", "called"])
+def compiled(request: pytest.FixtureRequest) -> Callable:
+    """`attention`, before its first call or after a good one."""
     f = fl.compile(attention)
-    if after_a_good_call:
+    if request.param:
         f(*qkv())
+    return f
+
+
+def test_shapes_that_do_not_fit(compiled: Callable) -> None:
     q, k, v = qkv()
-    refused(f, [q, torch.randn(1, 2, 64, 17), v])
-    refused(f, [q, k, torch.randn(1, 2, 63, 16)])
+    refused(compiled, [q, torch.randn(1, 2, 64, 17), v])
+    refused(compiled, [q, k, torch.randn(1, 2, 63, 16)])
 
 
 def test_heads_that_do_not_fit() -> None:
@@ -779,14 +784,10 @@ def test_heads_that_do_not_fit() -> None:
     refused(fl.compile(attention), [q, torch.randn(1, 3, 64, 16), v])
 
 
-@pytest.mark.parametrize("after_a_good_call", [False, True])
-def test_dtypes_that_do_not_fit(after_a_good_call: bool) -> None:
-    f = fl.compile(attention)
-    if after_a_good_call:
-        f(*qkv())
+def test_dtypes_that_do_not_fit(compiled: Callable) -> None:
     q, k, v = qkv()
-    refused(f, [q, k.double(), v])
-    refused(f, [q, k, v.half()])
+    refused(compiled, [q, k.double(), v])
+    refused(compiled, [q, k, v.half()])
 
 
 def test_devices_that_do_not_fit() -> None:
