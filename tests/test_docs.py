@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import fl_pallas as fl
 from fl_pallas.config import Config
+
+from .oracle import check
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
@@ -44,6 +47,16 @@ def test_stages(request: pytest.FixtureRequest) -> None:
         PAGE.write_text(current)
     else:
         assert current == text, "docs/architecture.md prints an old IR; --update-golden rewrites it"
+
+
+def test_readme(capsys: pytest.CaptureFixture) -> None:
+    """Its example runs as it stands."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    names: dict[str, Any] = {name: torch.randn(2, 2, 128, 16) for name in "qkv"}
+    names["doc"] = torch.arange(128).div(50, rounding_mode="floor").expand(2, 128)
+    exec(code, names)
+    check(names["attention"].__fl_original__, [names[n] for n in ("q", "k", "v", "doc")], names["out"])
+    assert "1 fused kernel" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", ["README.md", "fl_pallas/config.py"])
