@@ -9,14 +9,24 @@ ARGS ?=
 demo: ## a few attention variants compiled, checked against float64 and explained
 	@python=$$(.ci/setup.sh test) && PYTHONPATH=. "$$python" examples/quickstart.py
 
+gallery: ## thirty-odd variants: kernels and errors; ARGS=softcap: those of that name, with their code; ARGS=--all
+	@python=$$(.ci/setup.sh test) && PYTHONPATH=. "$$python" examples/gallery.py $(ARGS)
+
 minilm: ## a sentence encoder with its real weights
 	@python=$$(.ci/setup.sh test,examples) && PYTHONPATH=. "$$python" examples/minilm.py
 
 test: ## lint, types and tests
 	@python=$$(.ci/setup.sh test) && .ci/check.sh "$$python" -n $(JOBS) $(ARGS)
 
+bench: ## two minutes of benchmarks on an NVIDIA GPU; ARGS=... instead of --short for more (benchmarks/bench.py)
+	@nvidia-smi -L > /dev/null 2>&1 || { echo "make bench measures kernels: it needs an NVIDIA GPU, and there is none" >&2; exit 1; }
+	@python=$$(.ci/setup.sh test,bench) && PYTHONPATH=. "$$python" benchmarks/bench.py $(or $(ARGS),--short)
+
+figures: ## docs/figures/traffic.svg: estimated memory traffic
+	@python=$$(.ci/setup.sh test,bench) && PYTHONPATH=. "$$python" docs/figures/traffic.py
+
 help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/'
 
-.PHONY: demo minilm test help
+.PHONY: demo gallery minilm test bench figures help
 .DEFAULT_GOAL := help

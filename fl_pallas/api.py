@@ -197,17 +197,30 @@ class _Specialised:
         left: Counter[str] = Counter()
         reason = _unfit(args)
         if reason is None:
-            with torch.no_grad():
-                run, made, left = _build_graph(self.gm, args, self.settings, self.family, history, found)
-        elif _scheduled_kernels(self.gm, args, history):
+            run, made, left = _build_graph(self.gm, args, self.settings, self.family, history, found)
+        else:
+            _, would = _scheduled(self.gm, args, self.settings, history)
             # Say so only where something would have been fused.
-            found.append(Fallback("the whole graph", reason, None, 0))
+            if would is not None and (would.regions or would.rejected):
+                found.append(Fallback("the whole graph", reason, None, 0))
         if self.explanation is not None:
             self.explanation.graphs.append(Graph(made, tuple(found), tuple(history), tuple(sorted(left.items()))))
         else:
             for f in found:
                 _report(f, self.settings)
         return run
+
+
+def _scheduled(
+    gm: torch.fx.GraphModule, args: Sequence[Any], settings: Config, history: list[tuple[str, str]]
+) -> tuple[torch.fx.GraphModule, Schedule | None]:
+    """The graph in ATen operations, and what becomes of it; None if it writes to an input."""
+    with torch.no_grad():
+        aten = to_aten(gm, args)
+        if mutates_inputs(aten):
+            return aten, None
+        program = _marked(translate(aten), aten, args)
+    return aten, schedule(program, record=lambda *entry: history.append(entry), verify=settings.verify)
 
 
 def _build_graph(
@@ -218,12 +231,10 @@ def _build_graph(
     history: list[tuple[str, str]],
     found: list[Fallback],
 ) -> tuple[Callable[..., Any], Schedule | None, Counter[str]]:
-    aten = to_aten(gm, args)
-    if mutates_inputs(aten):
+    aten, made = _scheduled(gm, args, settings, history)
+    if made is None:
         found.append(Fallback("an input is written to", "kernels never write to inputs", None, 0))
         return gm, None, Counter()
-    program = _marked(translate(aten), aten, args)
-    made = schedule(program, record=lambda stage, text: history.append((stage, text)))
     device = _device(args)
     interpret = settings.interpret if settings.interpret is not None else device.type != "cuda"
     runners, regions, kernels = [], [], []
@@ -272,17 +283,6 @@ def _marked(program: Program, aten: torch.fx.GraphModule, args: Sequence[Any]) -
     parameters = {n for n, a in zip(names, args, strict=True) if isinstance(a, torch.nn.Parameter)}
     values = tuple(replace(v, op="parameter") if v.name in parameters else v for v in program.values)
     return Program(values, program.outputs)
-
-
-def _scheduled_kernels(gm: torch.fx.GraphModule, args: Sequence[Any], history: list[tuple[str, str]]) -> bool:
-    """Whether the graph would have kernels, were it fit for them."""
-    plain = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
-    with torch.no_grad():
-        aten = to_aten(gm, plain)
-        if mutates_inputs(aten):
-            return False
-        made = schedule(translate(aten), record=lambda stage, text: history.append((stage, text)))
-    return bool(made.regions or made.rejected)
 
 
 def _unfit(args: Sequence[Any]) -> str | None:

@@ -8,6 +8,7 @@
 | `tune`      | `FL_TUNE`      | a number             | choices timed for each kernel; 0: the model's pick       |
 | `cache`     | `FL_CACHE`     | a folder, off        | where compiled kernels are kept; empty: the user's cache |
 | `cache_mb`  | `FL_CACHE_MB`  | mebibytes            | how much of them is kept                                 |
+| `verify`    | `FL_VERIFY`    | 0, 1                 | check the IR after every pass, to debug the compiler     |
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ _ALLOWED: dict[str, _Check] = {
     "tune": _count(64),
     "cache": ("a folder or 'off'", lambda v: isinstance(v, str)),
     "cache_mb": _count(2**20),
+    "verify": _one_of(False, True),
 }
-_TEXT = {"auto": None, "0": False, "1": True}
+_SWITCH = {"0": False, "1": True}
+_TEXT: dict[str, dict[str, bool | None]] = {"interpret": {"auto": None, **_SWITCH}, "verify": {**_SWITCH}}
 
 
 @dataclass
@@ -53,6 +56,7 @@ class Config:
     tune: int = 6
     cache: str = ""
     cache_mb: int = 1024
+    verify: bool = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _ALLOWED:
@@ -83,10 +87,11 @@ def from_environment() -> Config:
         if text is None:
             continue
         given[f.name] = text
-        if f.name == "interpret":
-            if text not in _TEXT:
-                raise ConfigError(f"{variable}={text!r}: expected one of {', '.join(_TEXT)}")
-            given[f.name] = _TEXT[text]
+        if f.name in _TEXT:
+            values = _TEXT[f.name]
+            if text not in values:
+                raise ConfigError(f"{variable}={text!r}: expected one of {', '.join(values)}")
+            given[f.name] = values[text]
         elif f.type == "int":
             if not text.isdecimal():
                 raise ConfigError(f"{variable}={text!r}: expected a whole number")

@@ -35,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     fl.config.tune = 0  # a test that tunes says so
     fl.config.cache = "off"
+    fl.config.verify = True
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
 

@@ -33,7 +33,7 @@ def compile_with(kernel: Callable[[KernelPlan], Any], fn: Callable[..., Any]) ->
 
 def _build(gm: torch.fx.GraphModule, args: Sequence[Any], kernel: Callable[[KernelPlan], Any]) -> Callable[..., Any]:
     aten = to_aten(gm, args)
-    made = schedule(translate(aten))
+    made = schedule(translate(aten), verify=True)
     assert made.kernels, "nothing to fuse"
     runners = []
     for region, plans in zip(made.regions, made.kernels, strict=True):

@@ -210,7 +210,7 @@ class Captured:
 
 
 def captured(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Captured:
-    """`fn` through TorchDynamo, capture and scheduler; it must be one graph."""
+    """`fn` through TorchDynamo, capture and scheduler; it must be one graph, and every IR of it well formed."""
     graphs: list[tuple[torch.fx.GraphModule, tuple]] = []
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -230,7 +230,7 @@ def captured(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Captured
     with torch.no_grad():
         recorder.run(*args)
     tensors = {v.name: recorder.seen[v.name] for v in program.values if v.expr is None}
-    return Captured(program, schedule(program), tensors)
+    return Captured(program, schedule(program, verify=True), tensors)
 
 
 class _Recorder(torch.fx.Interpreter):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import fl_pallas as fl
 from fl_pallas import api
+from fl_pallas.schedule import pipeline
 
 from .oracle import check, run_and_check
 
@@ -512,17 +513,28 @@ def test_environment() -> None:
     assert done.stdout.startswith("Config(fallback='error', road='dlpack', interpret=True, tune=3"), done.stderr
     done = in_a_fresh_process(CONFIG_ALONE)
     assert done.stdout.startswith("Config(fallback='torch', road='auto', interpret=None, tune="), done.stderr
-    done = in_a_fresh_process(CONFIG_ALONE, FL_INTERPRET="auto")
+    done = in_a_fresh_process(CONFIG_ALONE, FL_INTERPRET="auto", FL_VERIFY="0")
     assert done.stdout.startswith("Config(fallback='torch', road='auto', interpret=None, tune="), done.stderr
 
 
 @pytest.mark.parametrize(
-    "name, value", [("FL_FALLBACK", "maybe"), ("FL_INTERPRET", "yes"), ("FL_ROAD", ""), ("FL_TUNE", "-1")]
+    "name, value",
+    [("FL_FALLBACK", "maybe"), ("FL_INTERPRET", "yes"), ("FL_ROAD", ""), ("FL_TUNE", "-1"), ("FL_VERIFY", "auto")],
 )
 def test_bad_environment(name: str, value: str) -> None:
     done = in_a_fresh_process(CONFIG_ALONE, **{name: value})
     assert done.returncode != 0
     assert "ConfigError" in done.stderr and value in done.stderr and "expected" in done.stderr
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_verify(verify: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[object] = []
+    monkeypatch.setattr(pipeline, "verify_program", checked.append)
+    monkeypatch.setattr(pipeline, "verify_plan", checked.append)
+    monkeypatch.setattr(fl.config, "verify", verify)
+    fl.compile(attention)(*qkv())
+    assert len(checked) == (3 if verify else 0)  # the program twice, its plan
 
 
 def test_direct_road_is_refused_plainly() -> None:
@@ -764,14 +776,19 @@ def refused(f: Callable, inputs: list[Tensor]) -> None:
     run_and_check(attention, f, qkv())
 
 
-@pytest.mark.parametrize("after_a_good_call", [False, True])
-def test_shapes_that_do_not_fit(after_a_good_call: bool) -> None:
+@pytest.fixture(params=[False, True], ids=["new", "called"])
+def compiled(request: pytest.FixtureRequest) -> Callable:
+    """`attention`, before its first call or after a good one."""
     f = fl.compile(attention)
-    if after_a_good_call:
+    if request.param:
         f(*qkv())
+    return f
+
+
+def test_shapes_that_do_not_fit(compiled: Callable) -> None:
     q, k, v = qkv()
-    refused(f, [q, torch.randn(1, 2, 64, 17), v])
-    refused(f, [q, k, torch.randn(1, 2, 63, 16)])
+    refused(compiled, [q, torch.randn(1, 2, 64, 17), v])
+    refused(compiled, [q, k, torch.randn(1, 2, 63, 16)])
 
 
 def test_heads_that_do_not_fit() -> None:
@@ -779,14 +796,10 @@ def test_heads_that_do_not_fit() -> None:
     refused(fl.compile(attention), [q, torch.randn(1, 3, 64, 16), v])
 
 
-@pytest.mark.parametrize("after_a_good_call", [False, True])
-def test_dtypes_that_do_not_fit(after_a_good_call: bool) -> None:
-    f = fl.compile(attention)
-    if after_a_good_call:
-        f(*qkv())
+def test_dtypes_that_do_not_fit(compiled: Callable) -> None:
     q, k, v = qkv()
-    refused(f, [q, k.double(), v])
-    refused(f, [q, k, v.half()])
+    refused(compiled, [q, k.double(), v])
+    refused(compiled, [q, k, v.half()])
 
 
 def test_devices_that_do_not_fit() -> None:

@@ -23,7 +23,7 @@ from ..kernels.sizes import Laid, Mismatch, generalise, laid, programs_of, sizes
 from ..kernels.triton import grid_size, operand_names
 from ..schedule.plan import Choices, KernelPlan, fingerprint
 from .dlpack import matmul_precision
-from .layout import spec_of, to_copy
+from .layout import Readable, spec_of
 
 # Compiled versions of one kernel (shapes, strides, types, alignments, devices) kept at a time.
 MAX_VERSIONS = 64
@@ -233,10 +233,9 @@ class DirectKernel:
                 return found
             device = self._place(operands)
             changes: list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = []
-            copied = to_copy(self.plan, operands)
-            for n, t in enumerate(operands):
+            for n, (t, ready) in enumerate(zip(operands, Readable(self.plan)(operands), strict=True)):
                 # PyTorch lets a CPU tensor of no dimensions take part in computations on a GPU.
-                if t.device != device or t.is_neg() or self.names[n] in copied:
+                if t.device != device or t.is_neg() or ready is not t:
                     changes.append((n, _fresh(device)))
             operands = [dict(changes)[n](t) if n in dict(changes) else t for n, t in enumerate(operands)]
             launch = None

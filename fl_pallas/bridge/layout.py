@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -23,15 +24,34 @@ def spec_of(t: torch.Tensor) -> TensorSpec:
     return TensorSpec(tuple(t.shape), tuple(t.stride()), 0, dtype)
 
 
-def to_copy(plan: KernelPlan, operands: Sequence[torch.Tensor]) -> frozenset[str]:
-    """Names of the operands that a GPU kernel gets contiguous copies of (see kernels.triton.scattered).
+class Readable:
+    """Operands as a GPU kernel may read them: some as contiguous copies (see kernels.triton.scattered).
 
-    Raises: Unsupported where a copy would not help.
+    Which ones is found once for each layout that it meets.
     """
-    copied = scattered(plan, [spec_of(t) for t in operands])
-    named = zip(operand_names(plan), operands, strict=True)
-    left = scattered(plan, [spec_of(t.contiguous() if n in copied else t) for n, t in named])
-    if left:
-        why = f"{', '.join(sorted(left))} is read against its layout, which Triton miscompiles; make it contiguous"
-        raise Unsupported(plan.name, why)
-    return copied
+
+    def __init__(self, plan: KernelPlan):
+        self.plan, self.names = plan, operand_names(plan)
+        self._copied: dict[tuple[Any, ...], frozenset[str]] = {}
+
+    def __call__(self, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Operands, in the order of the plan's, ready to be read.
+
+        Raises: Unsupported where a copy would not help.
+        """
+        layout = tuple([(t.shape, t.stride()) for t in operands])
+        copied = self._copied.get(layout)
+        if copied is None:
+            copied = self._copied[layout] = self._to_copy(operands)
+        return self._with_copies(operands, copied) if copied else operands
+
+    def _to_copy(self, operands: Sequence[torch.Tensor]) -> frozenset[str]:
+        copied = scattered(self.plan, [spec_of(t) for t in operands])
+        left = scattered(self.plan, [spec_of(t) for t in self._with_copies(operands, copied)])
+        if left:
+            why = f"{', '.join(sorted(left))} is read against its layout, which Triton miscompiles; make it contiguous"
+            raise Unsupported(self.plan.name, why)
+        return copied
+
+    def _with_copies(self, operands: Sequence[torch.Tensor], copied: frozenset[str]) -> list[torch.Tensor]:
+        return [t.contiguous() if n in copied else t for n, t in zip(self.names, operands, strict=True)]

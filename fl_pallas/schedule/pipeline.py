@@ -21,6 +21,7 @@ from .plan import KernelPlan, Loop, Store
 from .program import Program
 from .target import HOPPER, Target
 from .text import fused_text, growth_text, plan_text, program_text
+from .verify import verify_plan, verify_program
 
 Record = Callable[[str, str], None]
 
@@ -42,10 +43,19 @@ class Schedule:
     rejected: tuple[Rejected, ...]
 
 
-def schedule(program: Program, target: Target = HOPPER, record: Record = lambda stage, text: None) -> Schedule:
-    """Run all passes; `record(stage, text)` receives the IR after each."""
+def schedule(
+    program: Program, target: Target = HOPPER, record: Record = lambda stage, text: None, verify: bool = False
+) -> Schedule:
+    """Run all passes; `record(stage, text)` receives the IR after each.
+
+    Raises: ScheduleError if, with `verify`, a Program or KernelPlan is not well formed: an error in a pass.
+    """
+    if verify:
+        verify_program(program)
     record("program", program_text(program))
     program = resolve_views(program)
+    if verify:
+        verify_program(program)
     record("resolve_views", program_text(program))
     growth = grow_regions(program)
     record("grow_regions", growth_text(growth))
@@ -61,6 +71,8 @@ def schedule(program: Program, target: Target = HOPPER, record: Record = lambda 
                 for part in cut(group, f"r{n}_{len(plans)}"):
                     record("cut", fused_text(part))
                     for made in _planned(part, f"r{n}_k", len(plans), compute, target):
+                        if verify:
+                            verify_plan(made)
                         record("plan", plan_text(made))
                         plans.append(made)
         kernels.append(tuple(plans))

@@ -17,6 +17,7 @@ from fl_pallas.schedule.passes.bound_loops import bound_loop, contributes, solve
 from fl_pallas.schedule.plan import Accumulator, Loop
 from fl_pallas.schedule.text import expr_text
 from tests.plan_evaluate import TileEvaluator
+from tests.terms import i64, is_, n
 
 B, ROWS, J = Axis("b", 3), Axis("i", 37), Axis("j", 41)
 SCOPE = (B, ROWS, J)
@@ -29,18 +30,6 @@ KNOWN = {
 }
 i, j, b = index(ROWS), index(J), index(B)
 HELD = {"m0": np.full((1, 37, 1), 0.5)}
-
-
-def n(value: int) -> Expr:
-    return const(value, "i64")
-
-
-def i64(name: str, *args: Expr) -> Expr:
-    return op(name, *args, dtype="i64")
-
-
-def is_(name: str, left: Expr, right: Expr) -> Expr:
-    return op(name, left, right, dtype="bool")
 
 
 def both(a: Expr, c: Expr) -> Expr:

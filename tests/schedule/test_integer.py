@@ -15,6 +15,7 @@ from fl_pallas.schedule.expr import Axis, Expr, const, free_axes, index
 from fl_pallas.schedule.integer import bounds
 from fl_pallas.schedule.text import expr_text
 from tests.evaluate import _Evaluator
+from tests.terms import i64
 
 AXES = (Axis("i", 7), Axis("j", 12), Axis("b", 2), Axis("one", 1))
 GRID = np.indices([a.extent for a in AXES])
@@ -28,10 +29,6 @@ COMPARE: dict[str, Callable] = {
 
 def constant(n: int) -> Pair:
     return const(n, "i64"), np.full(GRID.shape[1:], n)
-
-
-def i64(name: str, *args: Expr) -> Expr:
-    return op(name, *args, dtype="i64")
 
 
 LEAVES = st.one_of(

@@ -12,7 +12,6 @@ from fl_pallas.schedule.passes import split_loop as split
 from fl_pallas.schedule.plan import Choices, KernelPlan
 from fl_pallas.schedule.target import HOPPER
 from fl_pallas.schedule.text import plan_text
-from fl_pallas.schedule.verify import verify_plan
 from tests.corpus.basic import vanilla
 from tests.corpus.case import Case
 from tests.corpus.decode import CASES, alibi, gqa_window
@@ -40,7 +39,6 @@ def check(fn, inputs, side: int | None = None) -> list[KernelPlan]:
         np.testing.assert_allclose(values[name], want, rtol=1e-9, atol=1e-11)
     plans = []
     for plan, _, known in made.kernels():
-        verify_plan(plan)
         plans.append(plan)
         if side is not None:
             plan = plan.with_choices(Choices(tuple((a, n if n == 1 else side) for a, n in plan.choices.tiles)))

