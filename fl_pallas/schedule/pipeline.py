@@ -11,7 +11,7 @@ from .passes.cut import cut
 from .passes.fuse import Fused, fuse
 from .passes.group_rows import group_rows
 from .passes.grow_regions import Region, Rejected, grow_regions
-from .passes.part import part_chains, part_outputs, tile_area
+from .passes.part import part_chains, part_outputs, work_of_a_warp
 from .passes.resolve_views import resolve_views
 from .passes.skip_tiles import skip_tiles
 from .passes.split_loop import split_loop
@@ -90,9 +90,9 @@ def _planned(part: Fused, name: str, number: int, compute: str, target: Target) 
 
     whole = (loops, stores)
     chains = part_chains(loops, stores, parallel, f"{name}{number}", compute)
-    area = tile_area(build(whole, name))
+    work = work_of_a_warp(build(whole, name))
     # Chains apart do the same work; they pay where together they leave no registers for a good tile.
-    apart = len(chains) > 1 and all(tile_area(build(chain, name)) >= 2 * area > 0 for chain in chains)
+    apart = len(chains) > 1 and all(work_of_a_warp(build(chain, name)) >= 2 * work > 0 for chain in chains)
     for kernel in chains if apart else (whole,):
         *tables, plan = skip_tiles(build(kernel, f"{name}{number + len(plans)}"))
         plans.extend((*tables, *split_loop(plan, f"{name}{number + len(plans) + len(tables) + 1}", target)))

@@ -99,6 +99,10 @@ NARROW = (
 )
 
 
+# How far over the registers the model may find a choice that is still compiled, to see whether it fits.
+SLACK = 1.1
+
+
 def choose(
     kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ...], bytes_: int, target: Target
 ) -> tuple[Choices, ...]:
@@ -130,7 +134,8 @@ def choose(
             tiles[kinds.row] = min(row, max(MIN_TILE, power_of_two(kinds.row.extent)))
         for loop in loops:
             tiles[loop.axis] = min(column, max(MIN_TILE, power_of_two(loop.axis.extent)))
-        fits = weight * _registers(tiles, loops, stores, frozenset(kinds.features)) <= target.registers * 32 * warps
+        wanted = weight * _registers(tiles, loops, stores, frozenset(kinds.features))
+        fits = wanted <= SLACK * target.registers * 32 * warps
         choices = Choices(tuple(tiles.items()), warps, stages)
         (fitting if fits else narrower).append(choices)
     return tuple(dict.fromkeys(fitting or narrower[-1:]))

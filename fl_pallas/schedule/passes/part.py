@@ -29,11 +29,11 @@ def part_outputs(fused: Fused, compute: str) -> tuple[Fused, ...]:
     return tuple(Fused(tuple(outputs)) for outputs in groups.values())
 
 
-def tile_area(plan: KernelPlan) -> int:
-    """Elements of the tile of rows by loop indices; 0 for a plan without both."""
+def work_of_a_warp(plan: KernelPlan) -> float:
+    """Elements of the tile of rows by loop indices, for each warp; 0 for a plan without both."""
     rows = [n for a, n in plan.choices.tiles if n > 1 and a in plan.grid and a not in plan.features]
     columns = [plan.choices.tile(loop.axis) or 1 for loop in plan.loops]
-    return math.prod(rows) * max(columns) if rows and columns else 0
+    return math.prod(rows) * max(columns) / plan.choices.warps if rows and columns else 0
 
 
 def part_chains(
