@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -115,15 +116,43 @@ def choose(
       bytes_: size of the widest multiplied element.
       target: the device to fit.
     """
+    # Wide features are better halved than the tile of rows, although each half computes the weights again.
+    halved = _with_features(kinds, stores, MAX_FEATURES // 2) if _can_halve(stores) else None
+    whole = _with_features(kinds, stores, MAX_FEATURES)
+    sides = [halved, whole] if halved is not None and halved != whole else [whole]
+    # In turn, for tuning tries the first few.
+    ways = itertools.zip_longest(*(_fitting(fixed, kinds, loops, stores, bytes_, target) for fixed in sides))
+    return tuple(dict.fromkeys(c for way in ways for c in way if c is not None))
+
+
+def _can_halve(stores: tuple[Store, ...]) -> bool:
+    """Whether no output needs all features of a row at once."""
+    return not any(isinstance(n, Reduce) for s in stores for n in walk(s.expr))
+
+
+def _with_features(kinds: Roles, stores: tuple[Store, ...], most: int) -> dict[Axis, int]:
+    """Tiles of the batch axes, and of the features: at most so many along each."""
     fixed: dict[Axis, int] = {a: 1 for a in kinds.batch}
     for a in kinds.features:
-        fixed[a] = min(power_of_two(a.extent), MAX_FEATURES)
+        fixed[a] = min(power_of_two(a.extent), most)
     for store in stores:
         own = [a for a in store.axes if a in kinds.features]
         if own:
             # Together they are a side of a matrix product.
             others = math.prod(fixed[a] for a in own[:-1])
             fixed[own[-1]] = max(fixed[own[-1]], MIN_TILE // others)
+    return fixed
+
+
+def _fitting(
+    fixed: dict[Axis, int],
+    kinds: Roles,
+    loops: tuple[Loop, ...],
+    stores: tuple[Store, ...],
+    bytes_: int,
+    target: Target,
+) -> list[Choices]:
+    """The choices of rows, columns, warps and stages that may fit with these tiles of the other axes."""
     # float32 operands are split in two and multiplied three times; corrections of shifted sums add as much.
     intricate = len(loops) > 1 or any(isinstance(s, Anchor) for loop in loops for s in loop.steps)
     weight = 2.5 if bytes_ > 2 or intricate else 1
@@ -138,7 +167,7 @@ def choose(
         fits = wanted <= SLACK * target.registers * 32 * warps
         choices = Choices(tuple(tiles.items()), warps, stages)
         (fitting if fits else narrower).append(choices)
-    return tuple(dict.fromkeys(fitting or narrower[-1:]))
+    return list(dict.fromkeys(fitting or narrower[-1:]))
 
 
 def _registers(
