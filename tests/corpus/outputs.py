@@ -93,6 +93,24 @@ def two_layers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _scores(first, k).softmax(-1) @ v
 
 
+def hopfield_steps(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Two retrieval steps, then a read-out: what finishes one attention is read by the next."""
+    for _ in range(2):
+        q = torch.softmax(2 * q @ k.mT, -1) @ k
+    return torch.softmax(q @ k.mT, -1) @ v
+
+
+def attention_difference(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """Two attentions of other normalisers, and their difference."""
+    return torch.softmax(_scores(q, k), -1) @ v - g * (torch.sigmoid(_scores(k, q)) @ v)
+
+
+def gated_and_plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """An output that is returned as it is, too."""
+    out = torch.softmax(_scores(q, k), -1) @ v
+    return out, out * torch.sigmoid(out)
+
+
 def any_and_count(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Boolean and integer reductions beside the sum: does a row see a score over 1, and how many."""
     scores = _scores(q, k)
@@ -119,6 +137,9 @@ CASES = (
     Case("gated", gated, qkv_and(lambda g: g.normal(1, 2, g.seq, 16))),
     Case("residual", residual, qkv_and(lambda g: g.normal(2, g.seq, 32), b=2)),
     Case("two_layers", two_layers, qkv(), kernels=2),
+    Case("hopfield_steps", hopfield_steps, qkv(), kernels=3),
+    Case("attention_difference", attention_difference, qkv_and(lambda g: g.normal(1, 2, g.seq, 16))),
+    Case("gated_and_plain", gated_and_plain, qkv(b=2)),
     Case("any_and_count", any_and_count, qkv()),
     Case("scores_sum_only", scores_sum_only, qkv()),
 )

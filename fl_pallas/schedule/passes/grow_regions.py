@@ -93,15 +93,17 @@ def grow_regions(program: Program) -> Growth:
         elif seed.rows and seed.cols:
             v = seed.value
             rejected.append(Rejected(v, blocker[0], blocker[1], v.numel * itemsize(v.dtype)))
-    regions = []
     groups = _united(program, _merge(grown))
     place = {v.name: n for n, v in enumerate(program.values)}
     taken = set().union(*(members for members, _ in groups))
+    finished: list[Group] = []
     # Later regions first: what several of them feed can only be computed by the last.
     for members, sides in sorted(groups, key=lambda g: -max(place[m] for m in g[0])):
         members = _with_epilogue(program, members, taken - members)
         taken |= members
-        regions.insert(0, _region(program, _with_prologue(program, members, sides)))
+        finished.insert(0, (members, sides))
+    # What finishes one region and feeds another is computed once.
+    regions = [_region(program, _with_prologue(program, m, sides, taken - m)) for m, sides in finished]
     fused = {name for r in regions for name in r.members}
     return Growth(tuple(regions), tuple(r for r in rejected if r.value.name not in fused))
 
@@ -335,12 +337,12 @@ def _divides(node: Load) -> bool:
     return any(isinstance(n, Op) and n.name in ("floordiv", "mod") for i in node.index for n in walk(i))
 
 
-def _with_prologue(program: Program, members: set[str], sides: AllSides) -> set[str]:
-    """Add producers that would be as large as the blow-up, or are cheap enough to repeat."""
+def _with_prologue(program: Program, members: set[str], sides: AllSides, others: set[str]) -> set[str]:
+    """Add producers that would be as large as the blow-up, or are cheap enough to repeat; none of other regions'."""
     members, sides = set(members), dict(sides)
     for v in reversed(program.values):
         readers = [program.by_name[u] for u in program.users[v.name] if u in members]
-        if v.name in members or v.expr is None or v.is_view or not readers:
+        if v.name in members | others or v.expr is None or v.is_view or not readers:
             continue
         rows, cols, two_sided = _read_along(v, readers, sides)
         sides[v.name] = ((rows, cols),)
