@@ -26,6 +26,7 @@ from .schedule.dtype import itemsize
 from .schedule.pipeline import Schedule, schedule
 from .schedule.plan import KernelPlan
 from .schedule.program import Program
+from .schedule.target import HOPPER, Target, target_of
 
 # Specialisations of one graph (shapes, strides, types) kept at a time.
 MAX_SPECIALISATIONS = 256
@@ -220,7 +221,7 @@ def _scheduled(
         if mutates_inputs(aten):
             return aten, None
         program = _marked(translate(aten), aten, args)
-    return aten, schedule(program, record=lambda *entry: history.append(entry), verify=settings.verify)
+    return aten, schedule(program, _target(args), lambda *entry: history.append(entry), verify=settings.verify)
 
 
 def _build_graph(
@@ -271,6 +272,16 @@ def _launcher(
     if interpret or settings.road == "dlpack" or reason is not None:
         return DlpackKernel(plan, interpret)
     return DirectKernel(plan, device, settings.tune, family)
+
+
+def _target(args: Sequence[Any]) -> Target:
+    """What kernels are planned for: the GPU that the tensors are on, or a Hopper where there is none."""
+    device = _device(args)
+    if device.type != "cuda" or torch.version.hip is not None:
+        return HOPPER
+    major, minor = torch.cuda.get_device_capability(device)
+    found = torch.cuda.get_device_properties(device)
+    return replace(target_of(10 * major + minor), processors=found.multi_processor_count)
 
 
 def _left(gm: torch.fx.GraphModule) -> list[str]:

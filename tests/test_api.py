@@ -460,6 +460,16 @@ def test_backend_by_name() -> None:
     run_and_check(attention, torch.compile(attention, backend="fl_pallas"), qkv())
 
 
+def test_a_mask_that_pytorch_draws_is_told(unwarned: None) -> None:
+    """Dropout fuses, but PyTorch makes its mask: never silently."""
+
+    def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.dropout(torch.softmax(q @ k.mT, -1), 0.5, True) @ v
+
+    with pytest.warns(fl.FallbackWarning, match="bernoulli.*will be materialised"):
+        fl.compile(dropped)(*qkv(128))
+
+
 # --- settings -----------------------------------------------------------------------------------
 
 

@@ -104,6 +104,12 @@ def grow_regions(program: Program) -> Growth:
         finished.insert(0, (members, sides))
     # What finishes one region and feeds another is computed once.
     regions = [_region(program, _with_prologue(program, m, sides, taken - m)) for m, sides in finished]
+    for region in regions:
+        largest = max(program.by_name[m].numel for m in region.members)
+        for v in program.values:
+            # As large as the blow-up, and PyTorch makes it (the mask of a dropout): the kernel is no help there.
+            if v.expr is None and v.why and v.numel >= largest and set(program.users[v.name]) & set(region.members):
+                rejected.append(Rejected(v, v, f"{v.why}; a kernel reads it", v.numel * itemsize(v.dtype)))
     fused = {name for r in regions for name in r.members}
     return Growth(tuple(regions), tuple(r for r in rejected if r.value.name not in fused))
 
