@@ -95,5 +95,5 @@ def _planned(part: Fused, name: str, number: int, compute: str, target: Target) 
     apart = len(chains) > 1 and all(work_of_a_warp(build(chain, name)) >= 2 * work > 0 for chain in chains)
     for kernel in chains if apart else (whole,):
         *tables, plan = skip_tiles(build(kernel, f"{name}{number + len(plans)}"))
-        plans.extend((*tables, *split_loop(plan, f"{name}{number + len(plans) + len(tables) + 1}", target)))
+        plans.extend((*tables, *split_loop(plan, f"{name}{number + len(plans) + 1}", target)))
     return plans

@@ -96,8 +96,8 @@ def two_layers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def hopfield_steps(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Two retrieval steps, then a read-out: what finishes one attention is read by the next."""
     for _ in range(2):
-        q = torch.softmax(2 * q @ k.mT, -1) @ k
-    return torch.softmax(q @ k.mT, -1) @ v
+        q = torch.softmax(_scores(q, k), -1) @ k
+    return torch.softmax(_scores(q, k), -1) @ v
 
 
 def attention_difference(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
