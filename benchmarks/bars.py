@@ -45,7 +45,7 @@ class Bar:
     @property
     def margin(self) -> float:
         """How many times better than the limit; below 1 the bar is missed."""
-        if not self.figure:
+        if self.figure <= 0:
             return math.inf if self.most else 0.0
         return self.limit / self.figure if self.most else self.figure / self.limit
 
@@ -176,7 +176,7 @@ def _errors(cells: Cells) -> Iterator[Bar]:
     for n, expected in EXPECTED.items():
         if expected.kind == "kernel":
             rivals = [entry(cells, n, r, "error") for r in expected.rivals if r != "ours"]
-            best = min((e for e in rivals if not math.isnan(e)), default=0.0)
+            best = min((e for e in rivals if not math.isnan(e)), default=math.nan)
             figures.append((n, entry(cells, n, "ours", "error") / max(FACTOR * best, FLOOR)))
     what = "every cell timed; over the larger of 1.5 × the best rival's error and 2^-9"
     yield _worst("error against float64", what, 1.0, figures, True)

@@ -7,6 +7,7 @@ granules that may hold an id of its rows. The granule is no choice, so that any 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from ..build import FALSE, TRUE, negate, op, reduce, select, substitute
@@ -34,8 +35,9 @@ from ..spans import Span, truth
 from ..text import expr_text
 from .bound_loops import contribution, masks, narrowed, unmasked
 
-# Below this extent a loop has too few tiles to pay for a kernel that looks at the masks' data.
-MIN_EXTENT = 1024
+# Below this extent a loop has too few tiles to pay for a kernel that looks at the masks' data, unless there are many
+# such loops: at the second extent, with so many scores in all.
+MIN_EXTENT, MIN_EXTENT_OF_MANY, MANY = 1024, 512, 2**26
 # The least number of indices summarised together: half of the widest tile, or less.
 MIN_GRANULE = 64
 # Granules that one program of the kernel that summarises takes.
@@ -44,7 +46,7 @@ TILE = 16
 
 def skip_tiles(plan: KernelPlan) -> tuple[KernelPlan, ...]:
     """`plan` alone, or the kernel that summarises the data of its masks, and `plan` with bounds that read it."""
-    if all(loop.axis.extent < MIN_EXTENT for loop in plan.loops):
+    if not any(_pays(loop, plan) for loop in plan.loops):
         return (plan,)
     tables = _Tables(plan)
     loops = tuple(_bounded(loop, tables) for loop in plan.loops)
@@ -58,9 +60,15 @@ def skip_tiles(plan: KernelPlan) -> tuple[KernelPlan, ...]:
     return made, replace(plan, notes=(*plan.notes, note))
 
 
+def _pays(loop: Loop, plan: KernelPlan) -> bool:
+    """Whether what a kernel of summaries may save is more than its launch takes."""
+    scores = loop.axis.extent * math.prod(a.extent for a in plan.grid if a not in plan.features)
+    return loop.axis.extent >= (MIN_EXTENT_OF_MANY if scores >= MANY else MIN_EXTENT)
+
+
 def _bounded(loop: Loop, tables: _Tables) -> Loop:
     """`loop` from the first granule that may contribute to the last, and its interior."""
-    if loop.axis.extent < MIN_EXTENT:
+    if not _pays(loop, tables.plan):
         return loop
     known = _Known(loop.axis, tables)
     _, possible = truth(contribution(loop), known.span, known.parts)
