@@ -83,7 +83,8 @@ class _Seed:
 def grow_regions(program: Program) -> Growth:
     """Program with views resolved → regions, and the blow-ups that could not be fused with the reason."""
     seeds = [s for v in program.values if (s := _join(program, v)) is not None]
-    chosen = [s for s in seeds if _is_blow_up(program, s, seeds)]
+    large = [s for s in seeds if _is_blow_up(program, s, seeds)]
+    chosen = [s for s in large if not _serves(program, s, large)]
     grown: list[_Seed] = []
     rejected: list[Rejected] = []
     for seed in chosen:
@@ -136,7 +137,7 @@ def _is_blow_up(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
     """
     v = seed.value
     assert v.expr is not None
-    if v.projection:
+    if v.projection or _is_table(program, v):
         return False
     coupled, normalised, followed = _path(program, v)
     larger = bool(seed.rows and seed.cols) and all(v.numel > program.by_name[r].numel for r in v.reads)
@@ -147,6 +148,40 @@ def _is_blow_up(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
         return followed
     later = (s.value for s in seeds if s is not seed and _feeds(program, v.name, s.value.name))
     return coupled and not any(not _has_weight(program, s) and _path(program, s)[0] for s in later)
+
+
+def _serves(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
+    """Whether the product that reduces `seed` is itself a blow-up at least as large.
+
+    Then `seed` is part of an operand (the angles of a rotary embedding), which that region may compute or read.
+    """
+    v, larger = seed.value, {s.value.name for s in seeds if s is not seed and s.value.numel >= seed.value.numel}
+    seen, stack = set(), [v.name]
+    while stack:
+        for user in set(program.users[stack.pop()]) - seen:
+            seen.add(user)
+            u = program.by_name[user]
+            if u.expr is not None and reductions(u.expr):
+                if user in larger:
+                    return True
+            elif u.expr is not None:
+                stack.append(user)
+    return False
+
+
+def _is_table(program: Program, v: Value) -> bool:
+    """Whether `v` is made of indices and constants alone, and no larger than an input."""
+    given = [i.numel for i in program.values if i.op == "input" and is_float(i.dtype)]
+    if v.numel > max(given, default=0):
+        return False
+    stack, seen = [v.name], set()
+    while stack:
+        u = program.by_name[stack.pop()]
+        if u.expr is None:
+            return False
+        stack += set(u.reads) - seen
+        seen.update(u.reads)
+    return True
 
 
 def _has_weight(program: Program, v: Value) -> bool:
