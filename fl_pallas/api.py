@@ -243,7 +243,11 @@ def _build_graph(
     made = replace(made, regions=tuple(regions), kernels=tuple(kernels))
     if not runners:
         return gm, made, Counter(_left(aten))
-    spliced = splice(aten, runners)
+    try:
+        spliced = splice(aten, runners)
+    except Unsupported as refusal:
+        found.append(Fallback(refusal.what, refusal.why, None, 0))
+        return gm, replace(made, regions=(), kernels=()), Counter()
     return spliced, made, Counter(_left(spliced))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
+from ..errors import Unsupported
 from ..schedule.passes.grow_regions import Region
 from ..schedule.plan import KernelPlan
 
@@ -38,7 +39,10 @@ class RegionRunner:
 
 
 def splice(gm: GraphModule, runners: Sequence[RegionRunner]) -> GraphModule:
-    """`gm` with the outputs of each region computed by its runner; nodes nobody needs any more are gone."""
+    """`gm` with the outputs of each region computed by its runner; nodes nobody needs any more are gone.
+
+    Raises: Unsupported if regions read each other's results.
+    """
     graph = gm.graph
     nodes = {n.name: n for n in graph.nodes}
     last = next(n for n in graph.nodes if n.op == "output")
@@ -61,7 +65,10 @@ def _item(values: tuple[torch.Tensor, ...], n: int) -> torch.Tensor:
 
 
 def _sort(graph: torch.fx.Graph) -> None:
-    """Put every node after what it reads, otherwise keeping the order."""
+    """Put every node after what it reads, otherwise keeping the order.
+
+    Raises: Unsupported if no order will do.
+    """
     placed: set[Node] = set()
     pending = [n for n in graph.nodes if n.op != "output"]
     cursor = graph._root
@@ -74,4 +81,6 @@ def _sort(graph: torch.fx.Graph) -> None:
                 placed.add(n)
             else:
                 waiting.append(n)
+        if len(waiting) == len(pending):
+            raise Unsupported("regions", "they read each other's results")
         pending = waiting

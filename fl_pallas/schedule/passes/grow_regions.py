@@ -99,10 +99,13 @@ def grow_regions(program: Program) -> Growth:
     place = {v.name: n for n, v in enumerate(program.values)}
     taken = set().union(*(members for members, _ in groups))
     # Later regions first: what several of them feed can only be computed by the last.
+    finished: list[Group] = []
     for members, sides in sorted(groups, key=lambda g: -max(place[m] for m in g[0])):
         members = _with_epilogue(program, members, taken - members)
         taken |= members
-        regions.insert(0, _region(program, _with_prologue(program, members, sides)))
+        finished.insert(0, (members, sides))
+    for members, sides in finished:
+        regions.append(_region(program, members, _with_prologue(program, members, sides, taken)))
     fused = {name for r in regions for name in r.members}
     return Growth(tuple(regions), tuple(r for r in rejected if r.value.name not in fused))
 
@@ -370,12 +373,13 @@ def _divides(node: Load) -> bool:
     return any(isinstance(n, Op) and n.name in ("floordiv", "mod") for i in node.index for n in walk(i))
 
 
-def _with_prologue(program: Program, members: set[str], sides: AllSides) -> set[str]:
-    """Add producers that would be as large as the blow-up, or are cheap enough to repeat."""
+def _with_prologue(program: Program, members: set[str], sides: AllSides, taken: set[str]) -> set[str]:
+    """Add producers that would be as large as the blow-up, or are cheap enough to repeat; none that a region has."""
     members, sides = set(members), dict(sides)
+    others = taken - members
     for v in reversed(program.values):
         readers = [program.by_name[u] for u in program.users[v.name] if u in members]
-        if v.name in members or v.expr is None or v.is_view or not readers:
+        if v.name in members | others or v.expr is None or v.is_view or not readers:
             continue
         rows, cols, two_sided = _read_along(v, readers, sides)
         sides[v.name] = ((rows, cols),)
@@ -442,15 +446,18 @@ def _cost(e: Expr) -> int:
     return ops + sum(2 for n in loads(e) if any(isinstance(m, Load) for i in n.index for m in walk(i)))
 
 
-def _region(program: Program, members: set[str]) -> Region:
-    """Order the members and find which values, as the user views them, leave the region."""
+def _region(program: Program, own: set[str], members: set[str]) -> Region:
+    """Order the members and find which values, as the user views them, leave the region.
+
+    Only values in `own` do: what else reads a value of the prologue has PyTorch, or a region, compute it again.
+    """
     ordered = tuple(v.name for v in program.values if v.name in members)
     outputs: list[str] = []
     for name in ordered:
         v = program.by_name[name]
         if v.is_view and root_of(program, name) in members:
             continue
-        if _leaves(program, name, members):
+        if name in own and _leaves(program, name, members):
             outputs.append(_presented(program, name, members))
     return Region(ordered, tuple(dict.fromkeys(outputs)))
 
