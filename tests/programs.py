@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .corpus import basic, fallbacks, masks, normalisers, outputs, science, scores
+from .corpus import basic, fallbacks, masks, normalisers, outputs, research, science, scores
 from .corpus.case import Case, Draw
 
 __all__ = ["BY_NAME", "CORPUS", "FALLBACKS", "FUSED", "Case", "Draw"]
@@ -14,6 +14,7 @@ FUSED: tuple[Case, ...] = (
     *normalisers.CASES,
     *outputs.CASES,
     *science.CASES,
+    *research.CASES,
 )
 FALLBACKS: tuple[Case, ...] = fallbacks.CASES
 CORPUS: tuple[Case, ...] = (*FUSED, *FALLBACKS)

@@ -54,6 +54,10 @@ def splice(gm: GraphModule, runners: Sequence[RegionRunner]) -> GraphModule:
                 result = graph.call_function(_item, (call, n))
                 nodes[name].replace_all_uses_with(result)
                 nodes[name] = result
+    for n in graph.nodes:
+        if n.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            # Kernels write contiguous tensors, where PyTorch may keep the strides of what it reads.
+            n.target = torch.ops.aten.reshape.default
     _sort(graph)
     graph.eliminate_dead_code()
     gm.recompile()

@@ -8,6 +8,7 @@ one of the two sides, backward over what would be as large (masks, biases) or co
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ..build import substitute
@@ -89,6 +90,9 @@ def grow_regions(program: Program) -> Growth:
     rejected: list[Rejected] = []
     for seed in chosen:
         blocker = _grow(program, seed)
+        if blocker is not None and blocker[1] is RETURNED and (other := _turned(program, seed)) is not None:
+            # What both sides share may be what is reduced: s[i, j] + v[j, d], by max over j.
+            seed, blocker = (other, None) if _grow(program, other) is None else (seed, blocker)
         if blocker is None:
             grown.append(seed)
         elif seed.rows and seed.cols:
@@ -127,6 +131,24 @@ def _join(program: Program, v: Value) -> _Seed | None:
     return None
 
 
+def _turned(program: Program, seed: _Seed) -> _Seed | None:
+    """The seed with the axes that its operands share for columns; None if they share none."""
+    assert seed.value.expr is not None
+    touched = [_touched(n) for n in loads(seed.value.expr)]
+    shared = frozenset(seed.value.axes).intersection(*touched) - seed.rows - seed.cols
+    moving = frozenset(a for a in shared if any(_reduces(program, seed.value, a)))
+    return _Seed(seed.value, seed.rows, moving) if moving else None
+
+
+def _reduces(program: Program, v: Value, axis: Axis) -> Iterator[bool]:
+    """For each reduction of a direct user of `v`, whether it runs over the axis of `v`."""
+    for user in program.users[v.name]:
+        e = program.by_name[user].expr
+        for r in reductions(e) if e is not None else ():
+            for node in (n for n in loads(r.body) if n.source == v.name):
+                yield r.axis in free_axes(node.index[v.axes.index(axis)])
+
+
 def _touched(node: Load) -> frozenset[Axis]:
     return frozenset().union(*(free_axes(i) for i in node.index))
 
@@ -150,7 +172,12 @@ def _is_blow_up(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
     if larger:
         return followed
     later = (s.value for s in seeds if s is not seed and _feeds(program, v.name, s.value.name))
-    return coupled and not any(not _has_weight(program, s) and _path(program, s)[0] for s in later)
+    return coupled and followed and not any(not _has_weight(program, s) and _asks_again(program, s) for s in later)
+
+
+def _asks_again(program: Program, v: Value) -> bool:
+    coupled, _, followed = _path(program, v)
+    return coupled and followed
 
 
 def _serves(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
@@ -159,7 +186,8 @@ def _serves(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
     Then `seed` is part of an operand (the angles of a rotary embedding), which that region may compute or read.
     """
     v, larger = seed.value, {s.value.name for s in seeds if s is not seed and s.value.numel >= seed.value.numel}
-    seen, stack = set(), [v.name]
+    seen: set[str] = set()
+    stack = [v.name]
     while stack:
         for user in set(program.users[stack.pop()]) - seen:
             seen.add(user)
@@ -177,7 +205,7 @@ def _is_table(program: Program, v: Value) -> bool:
     given = [i.numel for i in program.values if i.op == "input" and is_float(i.dtype)]
     if v.numel > max(given, default=0):
         return False
-    stack, seen = [v.name], set()
+    stack, seen = [v.name], {v.name}
     while stack:
         u = program.by_name[stack.pop()]
         if u.expr is None:
