@@ -267,7 +267,10 @@ def _convolution(
         raise Unsupported("aten.convolution", "a convolution that mixes neighbours")
     origin = (index(fresh_axis(1)),) * (len(weight.shape) - 2)
     product = _contraction(
-        out.dtype, x.shape[1], lambda idx, k: x.at((idx[0], k, *idx[2:])), lambda idx, k: weight.at((idx[1], k, *origin))
+        out.dtype,
+        x.shape[1],
+        lambda idx, k: x.at((idx[0], k, *idx[2:])),
+        lambda idx, k: weight.at((idx[1], k, *origin)),
     )
     if bias is None:
         return product

@@ -1,4 +1,4 @@
-"""Attention of recent papers and model code, in their authors' styles: modules, caches, losses, set and graph models."""
+"""Attention of recent papers and model code, in their authors' styles: modules, losses, set and graph models."""
 
 from __future__ import annotations
 
@@ -210,9 +210,10 @@ def layer_normed_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def lowest_padding(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Left padding with the lowest finite number: rows that see nothing spread over all keys. mask [b,s] of 0 and 1."""
+    """Left padding with the lowest finite number: a row that sees nothing is spread over all keys. mask [b,s]."""
     n = q.shape[2]
-    scores = torch.baddbmm(q.new_zeros(1), q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=0.25).view(*q.shape[:2], n, n)
+    scores = torch.baddbmm(q.new_zeros(1), q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=0.25)
+    scores = scores.view(*q.shape[:2], n, n)
     keep = torch.tril(torch.ones(n, n, dtype=torch.bool, device=q.device)) & mask.bool()[:, None, None]
     return scores.masked_fill(~keep, torch.finfo(scores.dtype).min).softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 

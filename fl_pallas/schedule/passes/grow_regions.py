@@ -44,13 +44,15 @@ class Rejected:
       value: the value that will be materialised.
       blocker: the value whose operation stands in the way.
       why: the reason.
-      nbytes: size of `value` in bytes.
+      nbytes: size of what is materialised, in bytes.
+      fused: whether kernels compute it all the same, and store a part of that size between them.
     """
 
     value: Value
     blocker: Value
     why: str
     nbytes: int
+    fused: bool = False
 
 
 @dataclass(frozen=True)
