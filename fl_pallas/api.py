@@ -251,11 +251,15 @@ def _build_graph(
         runners.append(RegionRunner(region, plans, launchers, [k.names for k in launchers]))
         regions.append(region)
         kernels.append(plans)
-    found += [Fallback(r.blocker.op, r.why, r.blocker.where or r.value.where, r.nbytes) for r in made.rejected]
+    found += [Fallback(r.blocker.op, r.why, r.blocker.where or r.value.where, r.nbytes, r.fused) for r in made.rejected]
     made = replace(made, regions=tuple(regions), kernels=tuple(kernels))
     if not runners:
         return gm, made, Counter(_left(aten))
-    spliced = splice(aten, runners)
+    try:
+        spliced = splice(aten, runners)
+    except Unsupported as refusal:
+        found.append(Fallback(refusal.what, refusal.why, None, 0))
+        return gm, replace(made, regions=(), kernels=()), Counter()
     return spliced.forward, made, Counter(_left(spliced))
 
 

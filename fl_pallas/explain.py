@@ -26,16 +26,19 @@ class Fallback:
       why: the law or limit that failed.
       where: the user's source line, if known.
       bytes: size of what is materialised because of it; 0 if nothing quadratic is.
+      fused: whether kernels compute it all the same, and store those bytes between them.
     """
 
     what: str
     why: str
     where: SourceLoc | None
     bytes: int
+    fused: bool = False
 
     def __str__(self) -> str:
         size = f"; {_size(self.bytes)} will be materialised" if self.bytes else ""
-        return f"{self.what} runs in PyTorch: {self.why}{size}" + (f" (at {self.where})" if self.where else "")
+        how = "is fused in parts" if self.fused else "runs in PyTorch"
+        return f"{self.what} {how}: {self.why}{size}" + (f" (at {self.where})" if self.where else "")
 
 
 @dataclass(frozen=True)

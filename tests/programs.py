@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .corpus import basic, fallbacks, further, masks, normalisers, outputs, science, scores
+from .corpus import basic, fallbacks, further, masks, normalisers, outputs, research, science, scores
 from .corpus.case import Case, Draw
 
 __all__ = ["BY_NAME", "CORPUS", "FALLBACKS", "FUSED", "Case", "Draw"]
@@ -15,6 +15,7 @@ FUSED: tuple[Case, ...] = (
     *outputs.CASES,
     *science.CASES,
     *further.CASES,
+    *research.CASES,
 )
 FALLBACKS: tuple[Case, ...] = fallbacks.CASES
 CORPUS: tuple[Case, ...] = (*FUSED, *FALLBACKS)

@@ -1030,6 +1030,41 @@ def test_explain_takes_what_compile_gave() -> None:
     assert fused(fl.compile(layer), torch.randn(2, 64, 32)) == 1
 
 
+def test_explain_says_what_kernels_store_between_them() -> None:
+    """A gate from all channels of a message, times that message: the gates of all pairs are kept."""
+
+    def messages(h: Tensor, w: Tensor, u: Tensor) -> Tensor:
+        m = F.silu(torch.tanh(h[:, None] + h[None]) @ w)
+        return (m * torch.sigmoid(m @ u)[..., None]).sum(1)
+
+    n = 300
+    explanation = fl.explain(messages, torch.randn(n, 8), torch.randn(8, 8), torch.randn(8))
+    stored = [f for f in explanation.fallbacks if f.fused]
+    assert explanation.kernel_count == 2 and [f.bytes for f in stored] == [4 * n * n], str(explanation)
+    assert "is fused in parts" in str(stored[0])
+
+
+def test_additive_masks_have_an_interior() -> None:
+    def additive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i = torch.arange(q.shape[-2])
+        return (q @ k.mT + torch.where(i[:, None] >= i, 0.0, -torch.inf)).softmax(-1) @ v
+
+    (kernel,) = fl.explain(additive, *(torch.randn(1, 1, 257, 16) for _ in range(3))).kernels
+    assert kernel.loops[0].interior is not None
+
+
+def test_padding_mask_of_a_whole_row_at_the_lowest_number() -> None:
+    """A mask given as data, with a row that sees nothing: PyTorch spreads it over all keys."""
+
+    def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return (q @ k.mT + mask).softmax(-1) @ v
+
+    lowest = torch.finfo(torch.float32).min
+    mask = torch.full((1, 1, 100, 100), lowest).triu(1)
+    mask[:, :, :, :3] = lowest
+    run_and_check(masked, fl.compile(masked), (*(torch.randn(1, 2, 100, 16) for _ in range(3)), mask))
+
+
 def test_explain_neither_warns_nor_raises(settings: Any, unwarned: None) -> None:
     settings.fallback = "error"
     with warnings.catch_warnings():

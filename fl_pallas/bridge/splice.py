@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.fx import GraphModule, Node
 
+from ..errors import Unsupported
 from ..schedule.passes.grow_regions import Region
 from ..schedule.plan import KernelPlan
 
@@ -43,6 +44,8 @@ def splice(gm: GraphModule, runners: Sequence[RegionRunner]) -> GraphModule:
     """`gm` with the outputs of each region computed by its runner; nodes nobody needs any more are gone.
 
     Call its `forward`: what a Module does around it takes longer than to launch a kernel.
+
+    Raises: Unsupported if regions read each other's results.
     """
     graph = gm.graph
     nodes = {n.name: n for n in graph.nodes}
@@ -55,6 +58,10 @@ def splice(gm: GraphModule, runners: Sequence[RegionRunner]) -> GraphModule:
                 result = graph.call_function(_item, (call, n))
                 nodes[name].replace_all_uses_with(result)
                 nodes[name] = result
+    for n in graph.nodes:
+        if n.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            # Kernels write contiguous tensors, where PyTorch may keep the strides of what it reads.
+            n.target = torch.ops.aten.reshape.default
     _sort(graph)
     graph.eliminate_dead_code()
     gm.recompile()
@@ -66,7 +73,10 @@ def _item(values: tuple[torch.Tensor, ...], n: int) -> torch.Tensor:
 
 
 def _sort(graph: torch.fx.Graph) -> None:
-    """Put every node after what it reads, otherwise keeping the order."""
+    """Put every node after what it reads, otherwise keeping the order.
+
+    Raises: Unsupported if no order will do.
+    """
     placed: set[Node] = set()
     pending = [n for n in graph.nodes if n.op != "output"]
     cursor = graph._root
@@ -79,4 +89,6 @@ def _sort(graph: torch.fx.Graph) -> None:
                 placed.add(n)
             else:
                 waiting.append(n)
+        if len(waiting) == len(pending):
+            raise Unsupported("regions", "they read each other's results")
         pending = waiting

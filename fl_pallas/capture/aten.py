@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
-from .decompose import attention
+from .decompose import attention, encoder_layer
 
 F = torch.nn.functional
 aten = torch.ops.aten
@@ -57,6 +57,7 @@ def _opened(
 
 # What PyTorch's own modules end in, out of reach of the mode below.
 _KERNELS = {
+    aten._transformer_encoder_layer_fwd.default: encoder_layer,
     aten._scaled_dot_product_flash_attention_for_cpu.default: (
         lambda q, k, v, dropout=0.0, causal=False, *, attn_mask=None, scale=None: _opened(
             q, k, v, attn_mask, dropout, causal, scale, "t"

@@ -16,6 +16,7 @@ from ..errors import Unsupported
 from .dtypes import torch_dtype
 from .tensor import Tensor
 
+F = torch.nn.functional
 aten = torch.ops.aten
 
 
@@ -47,6 +48,49 @@ def attention(
     # Only a bias can hide a whole row, which then counts as 0.
     weights = scores.softmax(-1) if bias is None else torch.ops.aten._safe_softmax(scores, -1)
     return weights.to(v.dtype) @ v
+
+
+def encoder_layer(
+    x: torch.Tensor,
+    width: int,
+    heads: int,
+    w_qkv: torch.Tensor,
+    b_qkv: torch.Tensor,
+    w_out: torch.Tensor,
+    b_out: torch.Tensor,
+    gelu: bool,
+    norm_first: bool,
+    eps: float,
+    *weights: torch.Tensor | int | None,
+) -> torch.Tensor:
+    """What `nn.TransformerEncoderLayer` computes in inference, where it is one operation.
+
+    Args:
+      x: [batch, queries, width].
+      weights: weight and bias of two norms and of two linear layers; then perhaps a mask, true or not zero where
+        nobody looks, and its kind: 0 [queries, keys], 1 [batch, keys], 2 [batch, heads, queries, keys].
+    """
+    w1, b1, w2, b2, w_in, b_in, w_back, b_back, mask, kind = (*weights, None, None)[:10]
+
+    def attended(x: torch.Tensor) -> torch.Tensor:
+        qkv = F.linear(x, w_qkv, b_qkv).unflatten(-1, (3, heads, width // heads))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        scores = q @ k.mT * (width // heads) ** -0.5
+        if isinstance(mask, torch.Tensor):
+            hidden = mask.to(torch.bool)
+            scores = scores.masked_fill(hidden[:, None, None] if kind == 1 else hidden, -math.inf)
+        return F.linear((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2), w_out, b_out)
+
+    def fed(x: torch.Tensor) -> torch.Tensor:
+        inner = F.linear(x, w_in, b_in)  # type: ignore[arg-type]
+        return F.linear(F.gelu(inner) if gelu else inner.relu(), w_back, b_back)  # type: ignore[arg-type]
+
+    for part, w, b in ((attended, w1, b1), (fed, w2, b2)):
+        if norm_first:
+            x = x + part(F.layer_norm(x, (width,), w, b, eps))  # type: ignore[arg-type]
+        else:
+            x = F.layer_norm(x + part(x), (width,), w, b, eps)  # type: ignore[arg-type]
+    return x
 
 
 @cache

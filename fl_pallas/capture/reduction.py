@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InputError
+from ..errors import InputError, Unsupported
 from ..schedule import build
 from ..schedule.dtype import is_float
 from ..schedule.expr import Expr, index
@@ -252,6 +252,34 @@ def _linear(out: Spec, x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return product if bias is None else _plus(out, bias, product, 1, 1)
 
 
+def _convolution(
+    out: Spec,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> At:
+    """A convolution of extent 1: x [b, c, ...] mixed along c by weight [o, c, 1, ...]."""
+    if max(weight.shape[2:]) > 1 or max(stride) > 1 or any(padding) or transposed or groups > 1:
+        raise Unsupported("aten.convolution", "a convolution that mixes neighbours")
+    origin = (index(fresh_axis(1)),) * (len(weight.shape) - 2)
+    product = _contraction(
+        out.dtype,
+        x.shape[1],
+        lambda idx, k: x.at((idx[0], k, *idx[2:])),
+        lambda idx, k: weight.at((idx[1], k, *origin)),
+    )
+    if bias is None:
+        return product
+    f = Arith(out.dtype)
+    return lambda idx: f("add", product(idx), bias.at((idx[1],)))
+
+
 def _plus(out: Spec, bias: Operand, product: At, beta: Number, alpha: Number) -> At:
     f = Arith(out.dtype)
 
@@ -278,7 +306,7 @@ def _distance(out: Spec, a: Tensor, b: Tensor, p: Number, mode: int | None) -> A
     return _norm(out, Tensor((*out.shape, a.shape[-1]), out.dtype, difference), p, (-1,))
 
 
-PROJECTIONS = frozenset((aten.addmm.default, aten.linear.default))
+PROJECTIONS = frozenset((aten.addmm.default, aten.linear.default, aten.convolution.default))
 
 RULES: dict[Any, Callable[..., Any]] = {
     aten.sum: _sum,
@@ -307,4 +335,5 @@ RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), _add_product(_matmul)),
     aten.addmv: _add_product(_matvec),
     aten.linear: _linear,
+    aten.convolution: _convolution,
 }

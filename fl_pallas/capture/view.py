@@ -214,6 +214,18 @@ def _select_scatter(out: Spec, x: Tensor, src: Tensor, dim: int, position: int) 
     return at
 
 
+def _diagonal_scatter(out: Spec, x: Tensor, src: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> At:
+    first, second = dim1 % len(x.shape), dim2 % len(x.shape)
+
+    def at(idx: Indices) -> Expr:
+        here = integer("eq", integer("sub", idx[second], idx[first]), offset)
+        along = idx[first] if offset >= 0 else idx[second]
+        rest = tuple(i for d, i in enumerate(idx) if d not in (first, second))
+        return build.select(here, element(src, (*rest, along), out.dtype), x.at(idx))
+
+    return at
+
+
 _RESHAPES = (aten.view.default, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.unsqueeze, aten.squeeze)
 _COPIES = (
     aten.expand, aten.clone, aten.alias, aten.detach, aten.contiguous, aten.lift_fresh, aten.lift_fresh_copy,
@@ -241,4 +253,5 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.diagonal: _diagonal,
     aten.slice_scatter: _slice_scatter,
     aten.select_scatter: _select_scatter,
+    aten.diagonal_scatter: _diagonal_scatter,
 }

@@ -240,6 +240,10 @@ class _Program:
             axes = self.ev.sorted_axes(store.axes)
             value = self.ev.spread(self.ev.eval(store.expr), axes)
             offset, inside = self.ev.address(result, store.index, axes)
+            if self.ev.interpret and inside is not None:
+                # The interpreter writes back what it reads at masked-out places, which may be another element's;
+                # past the end it writes nothing.
+                offset = jnp.where(inside, offset, math.prod(map(seen, result.shape)))
             stored = JNP["u8" if result.dtype == "bool" else result.dtype]
             plgpu.store(result.ref.at[offset], value.astype(stored), mask=inside)  # type: ignore[attr-defined]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .dtype import compute_dtype
+from .dtype import compute_dtype, itemsize
 from .passes.build_plan import build_plan
 from .passes.cut import cut
-from .passes.fuse import Fused, fuse
+from .passes.fuse import Fused, Output, fuse
 from .passes.group_rows import group_rows
 from .passes.grow_regions import Region, Rejected, grow_regions
 from .passes.part import part_chains, part_outputs, work_of_a_warp
@@ -61,6 +62,7 @@ def schedule(
     record("grow_regions", growth_text(growth))
     compute = compute_dtype([v.dtype for v in program.values if v.axes])
     kernels = []
+    rejected = list(growth.rejected)
     for n, region in enumerate(growth.regions):
         plans: list[KernelPlan] = []
         for fused in fuse(program, region):
@@ -68,7 +70,9 @@ def schedule(
             fused = split_reductions(fused)
             record("split_reductions", fused_text(fused))
             for group in part_outputs(fused, compute):
-                for part in cut(group, f"r{n}_{len(plans)}"):
+                parts = cut(group, f"r{n}_{len(plans)}")
+                rejected += _stored(program, region, [o for part in parts[:-1] for o in part.outputs])
+                for part in parts:
                     record("cut", fused_text(part))
                     for made in _planned(part, f"r{n}_k", len(plans), compute, target):
                         if verify:
@@ -76,7 +80,7 @@ def schedule(
                         record("plan", plan_text(made))
                         plans.append(made)
         kernels.append(tuple(plans))
-    return Schedule(program, growth.regions, tuple(kernels), growth.rejected)
+    return Schedule(program, growth.regions, tuple(kernels), tuple(rejected))
 
 
 def _planned(part: Fused, name: str, number: int, compute: str, target: Target) -> list[KernelPlan]:
@@ -97,3 +101,14 @@ def _planned(part: Fused, name: str, number: int, compute: str, target: Target) 
         *tables, plan = skip_tiles(build(kernel, f"{name}{number + len(plans)}"))
         plans.extend((*tables, *split_loop(plan, f"{name}{number + len(plans) + 1}", target)))
     return plans
+
+
+def _stored(program: Program, region: Region, between: list[Output]) -> list[Rejected]:
+    """What kernels hand on to each other although it is larger than all that the region reads and returns."""
+    members = [program.by_name[m] for m in region.members]
+    around = {*region.outputs, *(r for v in members for r in v.reads)} - {*region.members} | {*region.outputs}
+    limit = max(program.by_name[name].numel for name in around)
+    large = max(members, key=lambda v: v.numel)
+    sizes = [(math.prod(a.extent for a in o.axes), o.dtype) for o in between]
+    why = "a reduction inside of another cannot be taken along with it, and is stored between two kernels"
+    return [Rejected(large, large, why, n * itemsize(dtype), fused=True) for n, dtype in sizes if n > limit]

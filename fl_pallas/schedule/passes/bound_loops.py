@@ -50,12 +50,17 @@ def _interior(loop: Loop, tiled: frozenset[Axis]) -> Interior | None:
 
 
 def masks(steps: tuple[Step, ...]) -> Iterator[tuple[Expr, bool]]:
-    """(test, outcome that lets a value through) of every selection between a value and a constant."""
+    """(test, outcome that lets a value through) of every selection between a value and a constant, or of a
+    constant that leaves what it is added to as it is and -inf."""
     for n in (n for s in steps if isinstance(s, Accumulator) for n in walk(s.update)):
         if isinstance(n, Op) and n.name == "select":
             test, then, other = n.args
             if isinstance(other, Const) is not isinstance(then, Const):
                 yield test, isinstance(other, Const)
+            elif isinstance(other, Const) and isinstance(then, Const):
+                hidden = tuple(c.value == -math.inf for c in (then, other))
+                if any(hidden):
+                    yield test, hidden[1]
 
 
 def unmasked(steps: tuple[Step, ...], outcomes: dict[Expr, Expr]) -> tuple[Step, ...]:

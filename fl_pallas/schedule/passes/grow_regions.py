@@ -8,6 +8,7 @@ one of the two sides, backward over what would be as large (masks, biases) or co
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ..build import substitute
@@ -43,13 +44,15 @@ class Rejected:
       value: the value that will be materialised.
       blocker: the value whose operation stands in the way.
       why: the reason.
-      nbytes: size of `value` in bytes.
+      nbytes: size of what is materialised, in bytes.
+      fused: whether kernels compute it all the same, and store a part of that size between them.
     """
 
     value: Value
     blocker: Value
     why: str
     nbytes: int
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,11 +86,15 @@ class _Seed:
 def grow_regions(program: Program) -> Growth:
     """Program with views resolved → regions, and the blow-ups that could not be fused with the reason."""
     seeds = [s for v in program.values if (s := _join(program, v)) is not None]
-    chosen = [s for s in seeds if _is_blow_up(program, s, seeds)]
+    large = [s for s in seeds if _is_blow_up(program, s, seeds)]
+    chosen = [s for s in large if not _serves(program, s, large)]
     grown: list[_Seed] = []
     rejected: list[Rejected] = []
     for seed in chosen:
         blocker = _grow(program, seed)
+        if blocker is not None and blocker[1] is RETURNED and (other := _turned(program, seed)) is not None:
+            # What both sides share may be what is reduced: s[i, j] + v[j, d], by max over j.
+            seed, blocker = (other, None) if _grow(program, other) is None else (seed, blocker)
         if blocker is None:
             grown.append(seed)
         elif seed.rows and seed.cols:
@@ -96,14 +103,13 @@ def grow_regions(program: Program) -> Growth:
     groups = _united(program, _merge(grown))
     place = {v.name: n for n, v in enumerate(program.values)}
     taken = set().union(*(members for members, _ in groups))
-    finished: list[Group] = []
     # Later regions first: what several of them feed can only be computed by the last.
+    finished: list[Group] = []
     for members, sides in sorted(groups, key=lambda g: -max(place[m] for m in g[0])):
         members = _with_epilogue(program, members, taken - members)
         taken |= members
         finished.insert(0, (members, sides))
-    # What finishes one region and feeds another is computed once.
-    regions = [_region(program, _with_prologue(program, m, sides, taken - m)) for m, sides in finished]
+    regions = [_region(program, members, _with_prologue(program, members, sides, taken)) for members, sides in finished]
     for region in regions:
         largest = max(program.by_name[m].numel for m in region.members)
         for v in program.values:
@@ -131,6 +137,24 @@ def _join(program: Program, v: Value) -> _Seed | None:
     return None
 
 
+def _turned(program: Program, seed: _Seed) -> _Seed | None:
+    """The seed with the axes that its operands share for columns; None if they share none."""
+    assert seed.value.expr is not None
+    touched = [_touched(n) for n in loads(seed.value.expr)]
+    shared = frozenset(seed.value.axes).intersection(*touched) - seed.rows - seed.cols
+    moving = frozenset(a for a in shared if any(_reduces(program, seed.value, a)))
+    return _Seed(seed.value, seed.rows, moving) if moving else None
+
+
+def _reduces(program: Program, v: Value, axis: Axis) -> Iterator[bool]:
+    """For each reduction of a direct user of `v`, whether it runs over the axis of `v`."""
+    for user in program.users[v.name]:
+        e = program.by_name[user].expr
+        for r in reductions(e) if e is not None else ():
+            for node in (n for n in loads(r.body) if n.source == v.name):
+                yield r.axis in free_axes(node.index[v.axes.index(axis)])
+
+
 def _touched(node: Load) -> frozenset[Axis]:
     return frozenset().union(*(free_axes(i) for i in node.index))
 
@@ -144,7 +168,7 @@ def _is_blow_up(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
     """
     v = seed.value
     assert v.expr is not None
-    if v.projection:
+    if v.projection or _is_table(program, v):
         return False
     coupled, normalised, followed = _path(program, v)
     larger = bool(seed.rows and seed.cols) and all(v.numel > program.by_name[r].numel for r in v.reads)
@@ -154,7 +178,47 @@ def _is_blow_up(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
     if larger:
         return followed
     later = (s.value for s in seeds if s is not seed and _feeds(program, v.name, s.value.name))
-    return coupled and not any(not _has_weight(program, s) and _path(program, s)[0] for s in later)
+    return coupled and followed and not any(not _has_weight(program, s) and _asks_again(program, s) for s in later)
+
+
+def _asks_again(program: Program, v: Value) -> bool:
+    coupled, _, followed = _path(program, v)
+    return coupled and followed
+
+
+def _serves(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
+    """Whether the product that reduces `seed` is itself a blow-up at least as large.
+
+    Then `seed` is part of an operand (the angles of a rotary embedding), which that region may compute or read.
+    """
+    v, larger = seed.value, {s.value.name for s in seeds if s is not seed and s.value.numel >= seed.value.numel}
+    seen: set[str] = set()
+    stack = [v.name]
+    while stack:
+        for user in set(program.users[stack.pop()]) - seen:
+            seen.add(user)
+            u = program.by_name[user]
+            if u.expr is not None and reductions(u.expr):
+                if user in larger:
+                    return True
+            elif u.expr is not None:
+                stack.append(user)
+    return False
+
+
+def _is_table(program: Program, v: Value) -> bool:
+    """Whether `v` is made of indices and constants alone, and no larger than an input."""
+    given = [i.numel for i in program.values if i.op == "input" and is_float(i.dtype)]
+    if v.numel > max(given, default=0):
+        return False
+    stack, seen = [v.name], {v.name}
+    while stack:
+        u = program.by_name[stack.pop()]
+        if u.expr is None:
+            return False
+        stack += set(u.reads) - seen
+        seen.update(u.reads)
+    return True
 
 
 def _has_weight(program: Program, v: Value) -> bool:
@@ -343,9 +407,10 @@ def _divides(node: Load) -> bool:
     return any(isinstance(n, Op) and n.name in ("floordiv", "mod") for i in node.index for n in walk(i))
 
 
-def _with_prologue(program: Program, members: set[str], sides: AllSides, others: set[str]) -> set[str]:
-    """Add producers that would be as large as the blow-up, or are cheap enough to repeat; none of other regions'."""
+def _with_prologue(program: Program, members: set[str], sides: AllSides, taken: set[str]) -> set[str]:
+    """Add producers that would be as large as the blow-up, or are cheap enough to repeat; none that a region has."""
     members, sides = set(members), dict(sides)
+    others = taken - members
     for v in reversed(program.values):
         readers = [program.by_name[u] for u in program.users[v.name] if u in members]
         if v.name in members | others or v.expr is None or v.is_view or not readers:
@@ -415,15 +480,18 @@ def _cost(e: Expr) -> int:
     return ops + sum(2 for n in loads(e) if any(isinstance(m, Load) for i in n.index for m in walk(i)))
 
 
-def _region(program: Program, members: set[str]) -> Region:
-    """Order the members and find which values, as the user views them, leave the region."""
+def _region(program: Program, own: set[str], members: set[str]) -> Region:
+    """Order the members and find which values, as the user views them, leave the region.
+
+    Only values in `own` do: what else reads a value of the prologue has PyTorch, or a region, compute it again.
+    """
     ordered = tuple(v.name for v in program.values if v.name in members)
     outputs: list[str] = []
     for name in ordered:
         v = program.by_name[name]
         if v.is_view and root_of(program, name) in members:
             continue
-        if _leaves(program, name, members):
+        if name in own and _leaves(program, name, members):
             outputs.append(_presented(program, name, members))
     return Region(ordered, tuple(dict.fromkeys(outputs)))
 

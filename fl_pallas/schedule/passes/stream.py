@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 
 from ..build import cast, op, select, substitute
 from ..dtype import is_float
-from ..expr import Axis, Expr, Reduce, Ref, const, free_axes, index, reductions, ref, walk
+from ..expr import Axis, Const, Expr, Load, Op, Reduce, Ref, const, free_axes, index, reductions, ref, walk
 from ..laws import Nonseparable, Scope, Term, non_negative, positive_factor, separate, split_sum
 from ..plan import Accumulator, Anchor, Loop, Step, Store
 from .fuse import Fused
 
 # Reductions up to this extent that contain no other are taken whole, without a loop.
 MAX_COVERED = 256
+# Finite scores from here on are masks.
+HUGE = 1e30
 
 
 @dataclass
@@ -140,10 +142,16 @@ def _term(t: Term, r: Reduce, n: int, scope: Scope, state: _Streams) -> Expr:
         core, factor = positive_factor(t.exponent)
         peak = _accumulate("max", core, scope.dtype, None, None, n, state)
         assert isinstance(peak, Ref)
-        base = scope.const(factor * math.log2(math.e))
+        scaling = factor * math.log2(math.e)
+        base = scope.const(scaling)
         anchor = peak, base
         guard = _guard(peak, scope.dtype)
-        weight = scope.op("exp2", scope.op("sub", scope.op("mul", core, base), scope.op("mul", guard, base)))
+        if scaling > 1.0 and _may_be_huge(core, scope):
+            # The lowest number of its type, as masks have it, would overflow; its distance to the maximum does not.
+            exponent = scope.op("mul", scope.op("sub", core, guard), base)
+        else:
+            exponent = scope.op("sub", scope.op("mul", core, base), scope.op("mul", guard, base))
+        weight = scope.op("exp2", exponent)
         reference = scope.op("mul", guard, scope.const(factor))
         offset = reference if t.offset is None else scope.op("add", reference, t.offset)
         scale = scope.op("mul", scale, scope.op("exp", offset))
@@ -156,6 +164,16 @@ def _term(t: Term, r: Reduce, n: int, scope: Scope, state: _Streams) -> Expr:
     for gate in t.gates:
         value = select(gate, value, scope.const(0.0))
     return value
+
+
+def _may_be_huge(e: Expr, scope: Scope) -> bool:
+    """Whether `e` may be finite and near the end of its type's range: a constant is, or data is added that is no
+    sum (masks come so)."""
+    if isinstance(e, Const):
+        return HUGE <= abs(e.value) < math.inf
+    if isinstance(e, Load):
+        return is_float(e.dtype) and scope.varies(e)
+    return isinstance(e, Op) and any(_may_be_huge(a, scope) for a in e.args)
 
 
 def _shifted(
