@@ -203,6 +203,17 @@ VIEWS = {
     "unfold": lambda: (lambda a: (a.unfold(1, 2, 1), a.unfold(0, 2, 1)), X),
     "diagonal": lambda: (lambda a: (a.diagonal(), a.diagonal(1), a.diagonal(-1), torch.diag(a)), X),
     "diagonal3": lambda: (lambda a: a.diagonal(1, 0, 2), T3),
+    "diagonal_scatter": lambda: (
+        lambda a, row: tuple(torch.diagonal_scatter(a, row[: a.diagonal(n).numel()], n) for n in (0, 1, -1)),
+        X,
+        x64(8),
+    ),
+    "convolution1": lambda: (
+        lambda x, w, b: (F.conv2d(x, w, b), F.conv1d(x[..., 0], w[..., 0])),
+        x64(2, 3, 4, 5),
+        x64(6, 3, 1, 1),
+        x64(6),
+    ),
     "diag_embed": lambda: (lambda a: torch.diag_embed(a), X),
     "clone": lambda: (lambda a: a.clone().detach().contiguous(), X),
     "assign": lambda: (_assign, X, ROW),
