@@ -13,8 +13,12 @@ run() { if has "$1"; then "$python" -m "$@"; else echo "SKIPPED: $1 is not insta
 run ruff check .
 run ruff format --check .
 run pyright --pythonpath "$python" fl_pallas
-if ! has xdist && [[ ${1:-} == -n ]]; then
-    echo "pytest-xdist is not installed for $python: one process"
-    shift 2
+if [[ ${1:-} == -n ]]; then
+    if has xdist; then
+        set -- "$@" --dist worksteal # the slowest tests come last, and would keep one process alone
+    else
+        echo "pytest-xdist is not installed for $python: one process"
+        shift 2
+    fi
 fi
 "$python" -m pytest "$@"
