@@ -99,7 +99,7 @@ def test_what_differs_in_more_is_another_kernel() -> None:
     with pytest.raises(Mismatch):
         generalise(wide(128), wide(128, 32))
     with pytest.raises(Mismatch):
-        sizes_of(general("vanilla"), kernel("vanilla", 1))
+        sizes_of(general("vanilla"), kernel("head_dim_24", 128))
 
 
 def test_the_same_kernel_needs_no_sizes() -> None:
