@@ -5,6 +5,7 @@
 # SKIP_SETUP   use PYTHON as it is, whatever it imports.
 # VENV         where the environment is made (.venv).
 # TORCH        what pip installs for PyTorch on a machine without an NVIDIA GPU (torch==2.13.0).
+# TRITON       likewise, what compiles the kernels there: their registers hang on its version (triton==3.6.0).
 # TORCH_INDEX  where its CPU build is; empty for pip's own settings, as on a machine with wheels of its own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,6 +13,7 @@ extras=$1
 python=${PYTHON:-python3}
 venv=${VENV:-.venv}
 torch=${TORCH:-torch==2.13.0}
+triton=${TRITON:-triton==3.6.0}
 
 usable() { "$1" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch", "jax"))))'; }
 
@@ -23,7 +25,7 @@ fi
 
 # The environment is remade when what it was made from changes.
 stamp="$venv/made-from"
-wanted="$extras $torch $(cksum < pyproject.toml)"
+wanted="$extras $torch $triton $(cksum < pyproject.toml)"
 if [[ ! -e $stamp || $(<"$stamp") != "$wanted" ]]; then
     [[ -e $venv/bin/python ]] || "$python" -m venv "$venv"
     pip=("$venv/bin/python" -m pip install --quiet)
@@ -33,7 +35,7 @@ if [[ ! -e $stamp || $(<"$stamp") != "$wanted" ]]; then
         if [[ -z ${TORCH_INDEX+set} && -z ${PIP_FIND_LINKS:-} && $(uname) == Linux ]]; then
             TORCH_INDEX=https://download.pytorch.org/whl/cpu
         fi
-        "${pip[@]}" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$torch" >&2
+        "${pip[@]}" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$torch" "$triton" >&2
         "${pip[@]}" --editable ".[$extras]" >&2
     fi
     echo "$wanted" > "$stamp"
