@@ -208,15 +208,12 @@ class DirectKernel:
                 launch.run(launch.programs, 1, 1, _stream(index), *launch.fixed, *pointers)
         return results
 
-    def lowered(self, operands: Sequence[torch.Tensor], choices: Choices | None = None) -> Lowered:
+    def lowered(self, operands: Sequence[torch.Tensor]) -> Lowered:
         """The kernel's Triton IR for operands with these shapes, strides, types and addresses. Needs no GPU.
-
-        choices: instead of the plan's own.
 
         Raises: Unsupported.
         """
-        plan = self.plan if choices is None else self.plan.with_choices(choices)
-        made = lower(plan, [spec_of(t) for t in operands], matmul_precision(False))
+        made = lower(self.plan, [spec_of(t) for t in operands], matmul_precision(False))
         ours = [alignment(t.data_ptr()) for t in operands]
         return made.aligned([*ours, *[ALIGNMENT] * len(self._outputs)])
 
