@@ -20,16 +20,16 @@ from .bridge.launch import DirectKernel, Family, unavailable
 from .bridge.splice import RegionRunner, splice
 from .capture import translate
 from .capture.aten import mutates_inputs, to_aten
-from .capture.joint import differentiable
+from .capture.joint import Compiler, differentiable
 from .config import Config, config
 from .errors import FallbackWarning, InputError, Unsupported
 from .explain import Explanation, Fallback, Graph
 from .kernels.triton import check_supported
 from .schedule.dtype import itemsize
-from .schedule.passes.keep import kept
+from .schedule.passes.keep import keep
 from .schedule.pipeline import Schedule, schedule
 from .schedule.plan import KernelPlan
-from .schedule.program import Program
+from .schedule.program import Program, Value
 from .schedule.target import HOPPER, Target, target_of
 
 # Specialisations of one graph (shapes, strides, types) kept at a time.
@@ -98,10 +98,11 @@ def explain(fn: Any, *args: Any, **kwargs: Any) -> Explanation:
 
 def _differentiate(out: Any) -> None:
     """Run the backward pass of a result, for what it compiles; no gradient is kept."""
-    outs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
-    if outs:
-        edges = [e for o in outs for e in o.grad_fn.next_functions if o.grad_fn is not None]  # type: ignore[union-attr]
-        torch.autograd.grad(outs, [GradientEdge(*e) for e in edges if e[0] is not None], list(map(torch.ones_like, outs)), allow_unused=True)
+    outs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    before = [edge for o in outs for edge in o.grad_fn.next_functions if edge[0] is not None]  # type: ignore[union-attr]
+    if before:
+        ones = [torch.ones_like(o) for o in outs]
+        torch.autograd.grad(outs, [GradientEdge(*edge) for edge in before], ones, allow_unused=True)
 
 
 def _compiled(fn: Any, backend: Backend) -> Any:
@@ -215,7 +216,7 @@ class _Specialised:
             self._tell(Graph(None, tuple(found), tuple(history)))
             return self.gm
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            return differentiable(self.gm, args, kept, self._pass("forward"), self._pass("backward"))
+            return differentiable(self.gm, args, keep, self._pass("forward"), self._pass("backward"))
         aten = _functional(self.gm, args)
         if aten is None:
             refusal = Fallback("an input is written to", "kernels never write to inputs", None, 0)
@@ -223,21 +224,26 @@ class _Specialised:
             return self.gm
         return self._compiled(aten, args, self.gm)
 
-    def _pass(self, name: str) -> Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
+    def _pass(self, name: str) -> Compiler:
         """The compiler of the forward or the backward pass of the graph."""
 
-        def compiler(aten: torch.fx.GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
+        def compiler(aten: torch.fx.GraphModule, args: Sequence[Any], facts: tuple[Value, ...]) -> Callable[..., Any]:
             with _building:
-                return self._compiled(aten, args, aten, name)
+                return self._compiled(aten, args, aten, name, facts)
 
         return compiler
 
     def _compiled(
-        self, aten: torch.fx.GraphModule, args: Sequence[Any], otherwise: torch.fx.GraphModule, name: str = ""
+        self,
+        aten: torch.fx.GraphModule,
+        args: Sequence[Any],
+        otherwise: torch.fx.GraphModule,
+        name: str = "",
+        facts: tuple[Value, ...] = (),
     ) -> Callable[..., Any]:
         history: list[tuple[str, str]] = []
         found: list[Fallback] = []
-        made = _scheduled(aten, args, self.settings, history)
+        made = _scheduled(aten, args, self.settings, history, facts)
         run, made, left = _realised(aten, made, args, self.settings, self.family, found)
         self._tell(Graph(made, tuple(found), tuple(history), tuple(sorted(left.items())), name))
         return run or otherwise.forward
@@ -259,11 +265,15 @@ def _functional(gm: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.Graph
 
 
 def _scheduled(
-    aten: torch.fx.GraphModule, args: Sequence[Any], settings: Config, history: list[tuple[str, str]]
+    aten: torch.fx.GraphModule,
+    args: Sequence[Any],
+    settings: Config,
+    history: list[tuple[str, str]],
+    facts: tuple[Value, ...] = (),
 ) -> Schedule:
     """What becomes of a functional graph."""
     with torch.no_grad():
-        program = _marked(translate(aten), aten, args)
+        program = replace(_marked(translate(aten), aten, args), facts=facts)
     return schedule(program, _target(args), lambda *entry: history.append(entry), verify=settings.verify)
 
 
@@ -337,7 +347,7 @@ def _marked(program: Program, aten: torch.fx.GraphModule, args: Sequence[Any]) -
     names = [n.name for n in aten.graph.nodes if n.op == "placeholder"]
     parameters = {n for n, a in zip(names, args, strict=True) if isinstance(a, torch.nn.Parameter)}
     values = tuple(replace(v, op="parameter") if v.name in parameters else v for v in program.values)
-    return Program(values, program.outputs)
+    return replace(program, values=values)
 
 
 def _unfit(args: Sequence[Any]) -> str | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from .dtype import compute_dtype, itemsize
 from .passes.build_plan import build_plan
 from .passes.cut import cut
+from .passes.exchange import exchange
 from .passes.fuse import Fused, Output, fuse
 from .passes.group_rows import group_rows
 from .passes.grow_regions import Region, Rejected, grow_regions
@@ -18,6 +19,7 @@ from .passes.skip_tiles import skip_tiles
 from .passes.split_loop import split_loop
 from .passes.split_reductions import split_reductions
 from .passes.stream import parallel_axes, stream
+from .passes.strength import with_exp2, without_divisions
 from .plan import KernelPlan, Loop, Store
 from .program import Program
 from .target import HOPPER, Target
@@ -65,9 +67,14 @@ def schedule(
     rejected = list(growth.rejected)
     for n, region in enumerate(growth.regions):
         plans: list[KernelPlan] = []
-        for fused in fuse(program, region):
+        groups = fuse(program, region)
+        for fused in groups:
             record("fuse", fused_text(fused))
-            fused = split_reductions(fused)
+        short, groups = exchange(groups, program.facts, f"r{n}", compute)
+        for fused in (*short, *groups):
+            if short:
+                record("exchange", fused_text(fused))
+            fused = without_divisions(split_reductions(fused))
             record("split_reductions", fused_text(fused))
             for group in part_outputs(fused, compute):
                 parts = cut(group, f"r{n}_{len(plans)}")
@@ -86,7 +93,7 @@ def schedule(
 def _planned(part: Fused, name: str, number: int, compute: str, target: Target) -> list[KernelPlan]:
     """The kernels of one part, named by `name` and a number from `number` on."""
     loops, stores, notes = stream(part, compute)
-    parallel, loops, stores = group_rows(parallel_axes(part), loops, stores)
+    parallel, loops, stores = group_rows(parallel_axes(part), tuple(map(with_exp2, loops)), stores)
     plans: list[KernelPlan] = []
 
     def build(kernel: tuple[tuple[Loop, ...], tuple[Store, ...]], label: str) -> KernelPlan:
