@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .dtype import compute_dtype, itemsize
 from .passes.build_plan import build_plan
-from .passes.cut import cut
+from .passes.cut import cut_apart
 from .passes.exchange import exchange
 from .passes.fuse import Fused, Output, fuse
 from .passes.group_rows import group_rows
@@ -71,21 +71,19 @@ def schedule(
         for fused in groups:
             record("fuse", fused_text(fused))
         short, groups = exchange(groups, program.facts, f"r{n}", compute)
-        for fused in (*short, *groups):
-            if short:
-                record("exchange", fused_text(fused))
-            fused = without_divisions(split_reductions(fused))
+        groups = tuple(without_divisions(split_reductions(fused)) for fused in (*short, *groups))
+        for fused in groups:
             record("split_reductions", fused_text(fused))
-            for group in part_outputs(fused, compute):
-                parts = cut(group, f"r{n}_{len(plans)}")
-                rejected += _stored(program, region, [o for part in parts[:-1] for o in part.outputs])
-                for part in parts:
-                    record("cut", fused_text(part))
-                    for made in _planned(part, f"r{n}_k", len(plans), compute, target):
-                        if verify:
-                            verify_plan(made)
-                        record("plan", plan_text(made))
-                        plans.append(made)
+        parts = cut_apart(groups, f"r{n}")
+        rejected += _stored(program, region, [o for part in parts for o in part.outputs])
+        for part in parts:
+            record("cut", fused_text(part))
+            for group in part_outputs(part, compute):
+                for made in _planned(group, f"r{n}_k", len(plans), compute, target):
+                    if verify:
+                        verify_plan(made)
+                    record("plan", plan_text(made))
+                    plans.append(made)
         kernels.append(tuple(plans))
     return Schedule(program, growth.regions, tuple(kernels), tuple(rejected))
 
@@ -116,6 +114,6 @@ def _stored(program: Program, region: Region, between: list[Output]) -> list[Rej
     around = {*region.outputs, *(r for v in members for r in v.reads)} - {*region.members} | {*region.outputs}
     limit = max(program.by_name[name].numel for name in around)
     large = max(members, key=lambda v: v.numel)
-    sizes = [(math.prod(a.extent for a in o.axes), o.dtype) for o in between]
+    sizes = [(math.prod(a.extent for a in o.axes), o.dtype) for o in between if o.name not in region.outputs]
     why = "a reduction inside of another cannot be taken along with it, and is stored between two kernels"
     return [Rejected(large, large, why, n * itemsize(dtype), fused=True) for n, dtype in sizes if n > limit]

@@ -51,19 +51,16 @@ def keep(
 def _kept(program: Program) -> frozenset[str]:
     """Names of the values of a forward Program that may be kept.
 
-    What PyTorch computes may, as PyTorch itself would. Of what kernels compute, their results may, and reductions no
-    larger than a result (the statistics of a row); the rest is a blow-up, or cheap.
+    What PyTorch computes may, as PyTorch itself would. Of what kernels compute, their results may, and reductions that
+    have lost a side of the blow-up (the statistics of a row); the rest is a blow-up, or cheap.
     """
     found = {v.name for v in program.values if not v.is_view}
     for region in grow_regions(program).regions:
-        members = [program.by_name[m] for m in region.members]
         results = {root_of(program, name) for name in region.outputs}
-        largest = max(program.by_name[name].numel for name in results)
-        found -= {
-            v.name
-            for v in members
-            if v.name not in results and not (v.expr is not None and reductions(v.expr) and v.numel <= largest)
-        }
+        for v in (program.by_name[m] for m in region.members):
+            statistic = v.expr is not None and reductions(v.expr) and v.name not in region.large
+            if v.name not in results and not statistic:
+                found.discard(v.name)
     return frozenset(found)
 
 
