@@ -102,9 +102,13 @@ def grow_regions(program: Program) -> Growth:
         if blocker is not None and blocker[1] is RETURNED and (other := _turned(program, seed)) is not None:
             # What both sides share may be what is reduced: s[i, j] + v[j, d], by max over j.
             seed, blocker = (other, None) if _grow(program, other) is None else (seed, blocker)
-        if blocker is not None and blocker[1] is RETURNED and seed.large < seed.members.keys():
-            # It reaches memory in any case, but once.
-            blocker = _close(program, seed)
+        if blocker is not None and seed.large < seed.members.keys() and _close(program, seed) is None:
+            # It reaches memory in any case, but once, and what the region reduces is spared.
+            if blocker[1] is not RETURNED:
+                read = max((program.by_name[root_of(program, r)] for r in blocker[0].reads), key=lambda v: v.numel)
+                why = f"{blocker[1]}; a kernel stores what it reads"
+                rejected.append(Rejected(read, blocker[0], why, read.numel * itemsize(read.dtype), fused=True))
+            blocker = None
         if blocker is None:
             grown.append(seed)
         elif seed.rows and seed.cols:
@@ -131,7 +135,7 @@ def grow_regions(program: Program) -> Growth:
             if v.expr is None and v.why and v.numel >= largest and set(program.users[v.name]) & set(region.members):
                 rejected.append(Rejected(v, v, f"{v.why}; a kernel reads it", v.numel * itemsize(v.dtype)))
     fused = {name for r in regions for name in r.members}
-    return Growth(tuple(regions), tuple(r for r in rejected if r.value.name not in fused))
+    return Growth(tuple(regions), tuple(r for r in rejected if r.fused or r.value.name not in fused))
 
 
 def _join(program: Program, v: Value) -> _Seed | None:
@@ -334,21 +338,22 @@ def _grow(program: Program, seed: _Seed) -> tuple[Value, str] | None:
     seed.sides = {v.name: (seed.rows, seed.cols)}
     degenerate = not seed.rows and not seed.cols
     large = seed.large = {v.name}
+    blocker: tuple[Value, str] | None = None
     for v in program.values:
         if v.name in seed.members or not seed.members.keys() & set(v.reads):
             continue
         if v.expr is None:
             blocking = large.intersection(root_of(program, r) for r in v.reads)
-            if blocking and not degenerate:
-                return v, v.why or "it has no expression"
+            if blocking and not degenerate and blocker is None:
+                blocker = v, v.why or "it has no expression"
             continue
         if large.intersection(v.reads) and not (degenerate and reductions(v.expr)):
             if _add_member(program, v, seed) or degenerate:
                 large.add(v.name)
-    for name in program.outputs:
-        if root_of(program, name) in large and not degenerate:
-            return program.by_name[name], RETURNED
-    return _close(program, seed)
+    returned = (program.by_name[n] for n in program.outputs if root_of(program, n) in large and not degenerate)
+    if blocker is None and (v := next(returned, None)) is not None:
+        blocker = v, RETURNED
+    return blocker or _close(program, seed)
 
 
 def _close(program: Program, seed: _Seed) -> tuple[Value, str] | None:
