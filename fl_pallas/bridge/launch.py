@@ -19,11 +19,11 @@ from .. import cache
 from ..capture.dtypes import torch_dtype
 from ..errors import Unsupported
 from ..kernels.lower import ALIGNMENT, Lowered, lower
-from ..kernels.sizes import Laid, Mismatch, generalise, laid, programs_of, sizes_of
+from ..kernels.sizes import Laid, Mismatch, generalise, laid, opened, programs_of, sizes_of
 from ..kernels.triton import grid_size, operand_names
 from ..schedule.plan import Choices, KernelPlan, fingerprint
 from .dlpack import matmul_precision
-from .layout import Readable, spec_of
+from .layout import laid_out, spec_of, to_copy
 
 # Compiled versions of one kernel (shapes, strides, types, alignments, devices) kept at a time.
 MAX_VERSIONS = 64
@@ -69,7 +69,7 @@ class _Version:
 
     Attributes:
       device: where it runs.
-      changes: operands (by position) that are replaced, and how: by a copy, on the device, contiguous.
+      changes: operands (by position) that are replaced, and how: by a copy, on the device.
       launch: None for a kernel of no programs.
     """
 
@@ -92,7 +92,10 @@ Build = Callable[[Laid], tuple[_Launch, Choices]]
 
 
 class Family:
-    """The kernels of one function: where two differ in sizes alone, a third serves both and all further ones."""
+    """The kernels of one function: where two differ in sizes alone, a third serves both and all further ones.
+
+    Of a minor kernel already the first serves all.
+    """
 
     def __init__(self) -> None:
         self.members: list[_Member] = []
@@ -111,6 +114,12 @@ class Family:
             for m in sorted(near, key=lambda m: -m.laid.sizes):
                 with contextlib.suppress(Mismatch):
                     return _given(m.launch, m.laid, own, index)
+            if torch.cuda.is_current_stream_capturing():  # see _given
+                return self._joined(where, own, build).launch
+            if own.plan.minor:
+                with contextlib.suppress(Mismatch):
+                    made = self._joined(where, opened(own), build)
+                    return _given(made.launch, made.laid, own, index)
             for m in near:
                 if not m.laid.sizes:
                     with contextlib.suppress(Mismatch):
@@ -127,8 +136,9 @@ class Family:
         return made
 
 
-def _fresh(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda t: t.to(device).resolve_neg().clone(memory_format=torch.contiguous_format)
+def _fresh(device: torch.device, dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Makes copies on the device, elements along `dim` neighbours in memory."""
+    return lambda t: laid_out(t.to(device).resolve_neg(), dim)
 
 
 def _alike(own: Laid, general: Laid) -> bool:
@@ -147,6 +157,8 @@ def _given(launch: _Launch, general: Laid, own: Laid, index: int) -> _Launch:
     sizes = sizes_of(general, own)
     if not sizes:
         return launch
+    if torch.cuda.is_current_stream_capturing():
+        raise Mismatch("sizes cannot be sent to the GPU while a CUDA graph is recorded")
     given = torch.tensor(sizes, dtype=torch.int32).to(torch.device("cuda", index))
     return replace(launch, programs=programs_of(general, own), sizes=given)
 
@@ -213,9 +225,7 @@ class DirectKernel:
 
         Raises: Unsupported.
         """
-        made = lower(self.plan, [spec_of(t) for t in operands], matmul_precision(False))
-        ours = [alignment(t.data_ptr()) for t in operands]
-        return made.aligned([*ours, *[ALIGNMENT] * len(self._outputs)])
+        return _lowered(laid(self.plan, tuple(map(spec_of, operands))), [alignment(t.data_ptr()) for t in operands])
 
     def _place(self, operands: Sequence[torch.Tensor]) -> torch.device:
         device = next((t.device for t in operands if t.is_cuda), self._device)
@@ -230,11 +240,14 @@ class DirectKernel:
                 return found
             device = self._place(operands)
             changes: list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = []
-            for n, (t, ready) in enumerate(zip(operands, Readable(self.plan)(operands), strict=True)):
+            copied = to_copy(self.plan, operands)
+            operands = list(operands)
+            for n, (t, name) in enumerate(zip(operands, self.names, strict=True)):
                 # PyTorch lets a CPU tensor of no dimensions take part in computations on a GPU.
-                if t.device != device or t.is_neg() or ready is not t:
-                    changes.append((n, _fresh(device)))
-            operands = [dict(changes)[n](t) if n in dict(changes) else t for n, t in enumerate(operands)]
+                if t.device != device or t.is_neg() or name in copied:
+                    change = _fresh(device, copied.get(name, -1))
+                    operands[n] = change(t)
+                    changes.append((n, change))
             launch = None
             if self._programs:
                 with cache.cubins():
@@ -247,12 +260,14 @@ class DirectKernel:
     def _built(self, operands: Sequence[torch.Tensor], index: int) -> _Launch:
         """Code for these operands: the family's, or new."""
         aligned = tuple(alignment(t.data_ptr()) for t in operands)
-        own = laid(self.plan, tuple(spec_of(t) for t in operands))
+        own = laid(self.plan, tuple(map(spec_of, operands)))
         where = (index, torch.get_float32_matmul_precision(), aligned)
-        return self.family.launch(where, own, lambda kernel: self._compiled(kernel, operands, own, index), index)
+        return self.family.launch(
+            where, own, lambda kernel: self._compiled(kernel, operands, aligned, own, index), index
+        )
 
     def _compiled(
-        self, kernel: Laid, operands: Sequence[torch.Tensor], own: Laid, index: int
+        self, kernel: Laid, operands: Sequence[torch.Tensor], aligned: Sequence[int], own: Laid, index: int
     ) -> tuple[_Launch, Choices]:
         """The kernel as it was kept on disk; else made under the choice that is fastest, or fits first."""
         from ..kernels.fit import fitting  # here, for the package triton is not everywhere
@@ -262,20 +277,14 @@ class DirectKernel:
         # Nothing can be timed while a CUDA graph is recorded.
         tune = 1 if torch.cuda.is_current_stream_capturing() else max(1, min(self.tune, 1 + len(kernel.plan.others)))
         where = torch.cuda.get_device_name(index) if tune > 1 else capability
-        pointers = [t.data_ptr() for t in operands]
-        layout = (kernel.operands, kernel.outputs, [alignment(p) for p in pointers])
+        layout = (kernel.operands, kernel.outputs, aligned)
         key = cache.key_of(fingerprint(kernel.plan), layout, torch.get_float32_matmul_precision(), where, tune)
         kept = cache.read(key)
         every = (kernel.plan.choices, *kernel.plan.others)
         if kept is not None:
             return self._load(Lowered.from_json(kept["lowered"]), index), every[kept["choice"]]
 
-        def lowered(plan: KernelPlan) -> Lowered:
-            made = lower(plan, kernel.operands, matmul_precision(False), kernel.outputs, kernel.sizes)
-            first = [ALIGNMENT] if kernel.sizes else []
-            return made.aligned([*first, *map(alignment, pointers), *[ALIGNMENT] * len(self._outputs)])
-
-        made = fitting(kernel.plan, lowered, capability, tune)
+        made = fitting(kernel.plan, lambda plan: _lowered(replace(kernel, plan=plan), aligned), capability, tune)
         launches = [self._load(f.lowered, index) for f in made]
         best = 0
         if len(made) > 1:
@@ -341,6 +350,14 @@ def milliseconds(launch: Callable[[], None]) -> float:
     # Short kernels are launched several times between two events, or the launches would be timed.
     repeat = max(1, min(20, int(0.5 / max(once(1), 1e-3))))
     return statistics.median(once(repeat) for _ in range(5))
+
+
+def _lowered(kernel: Laid, aligned: Sequence[int]) -> Lowered:
+    """Triton IR of a kernel, for operands at multiples of `aligned` bytes."""
+    made = lower(kernel.plan, kernel.operands, matmul_precision(False), kernel.outputs, kernel.sizes)
+    # What PyTorch allocates, the array of sizes and the outputs, begins at multiples of more than that.
+    first = [ALIGNMENT] if kernel.sizes else []
+    return made.aligned([*first, *aligned, *[ALIGNMENT] * len(kernel.outputs)])
 
 
 def alignment(pointer: int) -> int:

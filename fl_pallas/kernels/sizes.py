@@ -66,11 +66,25 @@ def generalise(a: Laid, b: Laid, units: bool = True) -> Laid:
 
     Raises: Mismatch.
     """
+    return _joined(a, b, lambda x, y: x != y, units)
+
+
+def opened(a: Laid) -> Laid:
+    """A kernel for other sizes than those of `a` too: all but those that its loops run over are given at launch.
+
+    Raises: Mismatch.
+    """
+    fixed = {0, 1, *(loop.axis.extent for loop in a.plan.loops)}
+    return _joined(a, a, lambda x, _: x not in fixed, units=False)
+
+
+def _joined(a: Laid, b: Laid, given: Callable[[int, int], bool], units: bool) -> Laid:
+    """One kernel for both; two integers in the same place are one that is given at launch where `given` says so."""
     numbers: dict[tuple[bool, int, int], Size] = {}
 
     def join(x: int | Size, y: int, is_stride: bool) -> int | Size:
         assert isinstance(x, int)
-        if x == y:
+        if not given(x, y):
             return x
         key = (is_stride, x, y)
         if key not in numbers:

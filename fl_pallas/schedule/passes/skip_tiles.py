@@ -228,5 +228,5 @@ class _Tables:
         sides = {a: 1 for a in grid} | {self.every: TILE, self.inside: MIN_GRANULE}
         return KernelPlan(
             f"{self.plan.name}_tiles", grid, (), (Loop(self.inside, steps),), stores, self.plan.compute,
-            Choices(tuple(sides.items())),
+            Choices(tuple(sides.items())), minor=True,
         )  # fmt: skip
