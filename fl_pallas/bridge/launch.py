@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._C._dynamo import guards
 
 from .. import cache
 from ..capture.dtypes import torch_dtype
 from ..errors import Unsupported
 from ..kernels.lower import ALIGNMENT, Lowered, lower
 from ..kernels.sizes import Laid, Mismatch, generalise, laid, opened, programs_of, sizes_of
-from ..kernels.triton import grid_size, operand_names
+from ..kernels.triton import contiguous, grid_size, operand_names
 from ..schedule.plan import Choices, KernelPlan, fingerprint
 from .dlpack import matmul_precision
 from .layout import laid_out, spec_of, to_copy
@@ -51,9 +52,9 @@ class _Launch:
     Attributes:
       run: triton's launcher: (grid, stream, function, metadata, hooks, pointers) → None.
       programs: number of programs, along x.
-      fixed: its arguments between stream and pointers.
+      fixed: its arguments between stream and operands.
       kernel: keeps the loaded code alive.
-      sizes: what a kernel of several sizes is given at launch; None for one that needs nothing.
+      sizes: keeps what a kernel of several sizes is given alive; None for one that needs nothing.
     """
 
     run: Callable[..., None]
@@ -76,6 +77,20 @@ class _Version:
     device: torch.device
     changes: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...]
     launch: _Launch | None
+
+
+@dataclass(frozen=True)
+class _Latest:
+    """What the last call did, which the next does too if nothing changed.
+
+    Attributes:
+      key: what must be equal besides layouts.
+      alike: whether tensors lie as those of that call.
+    """
+
+    key: tuple[Any, ...]
+    alike: Callable[..., bool]
+    version: _Version
 
 
 @dataclass(frozen=True)
@@ -160,7 +175,7 @@ def _given(launch: _Launch, general: Laid, own: Laid, index: int) -> _Launch:
     if torch.cuda.is_current_stream_capturing():
         raise Mismatch("sizes cannot be sent to the GPU while a CUDA graph is recorded")
     given = torch.tensor(sizes, dtype=torch.int32).to(torch.device("cuda", index))
-    return replace(launch, programs=programs_of(general, own), sizes=given)
+    return replace(launch, programs=programs_of(general, own), fixed=(*launch.fixed, given.data_ptr()), sizes=given)
 
 
 class DirectKernel:
@@ -181,10 +196,11 @@ class DirectKernel:
         self.family = family or Family()
         self._device = device
         self._programs = grid_size(plan)
-        self._outputs = [(s.shape, torch_dtype(s.dtype)) for s in plan.stores]
+        self._outputs = [(s.shape, contiguous(s.shape, s.dtype).strides, torch_dtype(s.dtype)) for s in plan.stores]
         # A product of float32 matrices follows torch.get_float32_matmul_precision().
         self._follows_precision = plan.compute == "f32"
         self._versions: dict[tuple[Any, ...], _Version] = {}
+        self._latest: _Latest | None = None
         self._lock = threading.Lock()
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -192,33 +208,44 @@ class DirectKernel:
 
         Raises: Unsupported if the kernel cannot be compiled for, or does not fit on, the device.
         """
-        # Everything that another version may be needed for, by the cheapest calls that tell it.
+        # What another version may be needed for besides layouts, and what the layouts of the last call still are.
         pointers = [t.data_ptr() for t in operands]
         key: tuple[Any, ...] = (
             torch.get_float32_matmul_precision() if self._follows_precision else None,
-            *[(t.shape, t.stride(), t.dtype, t.get_device(), t.is_neg()) for t in operands],
             *[p & (ALIGNMENT - 1) for p in pointers],
         )
-        version = self._versions.get(key) or self._prepare(key, operands)
+        latest = self._latest
+        if latest is not None and latest.key == key and latest.alike(*operands):
+            version = latest.version
+        else:
+            version = self._version(key, operands)
         if version.changes:
             operands = list(operands)
             for n, change in version.changes:
                 operands[n] = change(operands[n])
             pointers = [t.data_ptr() for t in operands]
         device, launch = version.device, version.launch
-        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
-        if launch is None:
-            return results
-        pointers += [t.data_ptr() for t in results]
-        if launch.sizes is not None:
-            pointers.insert(0, launch.sizes.data_ptr())
         index: int = device.index  # type: ignore[assignment]
         if torch.cuda.current_device() == index:
+            return self._launched(launch, index, pointers)
+        with torch.cuda.device(index):
+            return self._launched(launch, index, pointers)
+
+    def _launched(self, launch: _Launch | None, index: int, pointers: list[int]) -> list[torch.Tensor]:
+        """The outputs, of a launch on the current device; None launches nothing."""
+        results = [_empty(*layout) for layout in self._outputs]
+        if launch is not None:
+            pointers += [t.data_ptr() for t in results]
             launch.run(launch.programs, 1, 1, _stream(index), *launch.fixed, *pointers)
-        else:
-            with torch.cuda.device(index):
-                launch.run(launch.programs, 1, 1, _stream(index), *launch.fixed, *pointers)
         return results
+
+    def _version(self, small: tuple[Any, ...], operands: Sequence[torch.Tensor]) -> _Version:
+        """The version for these operands, made if there is none; remembered as the latest."""
+        layouts = [(t.shape, t.stride(), t.dtype, t.get_device(), t.is_neg()) for t in operands]
+        key = (*small, *layouts)
+        version = self._versions.get(key) or self._prepare(key, operands)
+        self._latest = _Latest(small, _alike_check(operands), version)
+        return version
 
     def lowered(self, operands: Sequence[torch.Tensor]) -> Lowered:
         """The kernel's Triton IR for operands with these shapes, strides, types and addresses. Needs no GPU.
@@ -299,16 +326,11 @@ class DirectKernel:
 
     def _fastest(self, launches: Sequence[_Launch], operands: Sequence[torch.Tensor], index: int) -> int:
         """Which launch takes least time on these operands; the first unless another is clearly faster."""
-        device = torch.device("cuda", index)
-        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
-        pointers = [t.data_ptr() for t in (*operands, *results)]
-
-        def run(v: _Launch) -> None:
-            given = [] if v.sizes is None else [v.sizes.data_ptr()]
-            v.run(v.programs, 1, 1, _stream(index), *v.fixed, *given, *pointers)
-
         with torch.cuda.device(index):
-            times = [milliseconds(lambda v=v: run(v)) for v in launches]
+            pointers = [t.data_ptr() for t in (*operands, *[_empty(*layout) for layout in self._outputs])]
+            times = [
+                milliseconds(lambda v=v: v.run(v.programs, 1, 1, _stream(index), *v.fixed, *pointers)) for v in launches
+            ]
         best = min(range(len(times)), key=times.__getitem__)
         return best if times[best] < CLEARLY * times[0] else 0
 
@@ -365,9 +387,22 @@ def alignment(pointer: int) -> int:
     return min(pointer & -pointer, ALIGNMENT) or ALIGNMENT
 
 
+def _alike_check(operands: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Tells whether other tensors have the types, devices, shapes and strides of these; it may err to the safe side."""
+    # What TorchDynamo guards tensors with, in one call.
+    sizes, strides = [list(t.shape) for t in operands], [list(t.stride()) for t in operands]
+    return guards.TensorGuards(*operands, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore
+
+
 def _public_stream(index: int) -> int:
     return torch.cuda.current_stream(index).cuda_stream
 
 
-# The private one makes no Stream object; triton and torch.compile launch with it too. CPU builds lack it.
+def _public_empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+# The private ones make no Stream object and parse no arguments; what torch.compile generates calls them too. CPU builds
+# lack the first.
 _stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
+_empty: Callable[..., torch.Tensor] = getattr(guards, "_empty_strided_cuda", _public_empty)
