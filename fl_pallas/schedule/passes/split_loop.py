@@ -21,7 +21,7 @@ MIN_EXTENT = 2048
 MIN_PART, MIN_PART_PER_ROW = 256, 16
 # Programs wanted for each processor: one loads while another computes. More where data bounds the loop, for parts are
 # of different lengths then, and short ones make up for it.
-WAVES, UNEVEN_WAVES = 2, 8
+WAVES, UNEVEN_WAVES = 2, 4
 # Elements that the merging kernel takes at once.
 MERGED_AT_ONCE = 8192
 
