@@ -65,9 +65,9 @@ def entry(cells: Cells, name: str, rival: str, key: str = "ms") -> float:
     return math.nan if value is None else float(value)
 
 
-def fastest(cells: Cells, name: str, *rivals: str) -> float:
+def fastest(cells: Cells, name: str, *rivals: str, key: str = "ms") -> float:
     """The least time of these rivals, of those that ran; NaN if none did."""
-    times = [t for r in rivals if not math.isnan(t := entry(cells, name, r))]
+    times = [t for r in rivals if not math.isnan(t := entry(cells, name, r, key))]
     return min(times, default=math.nan)
 
 
@@ -75,10 +75,10 @@ def matching(cells: Cells, *patterns: str) -> list[str]:
     return [name for name in cells if any(fnmatch(name, p) for p in patterns)]
 
 
-def speedups(cells: Cells, names: Iterable[str], *rivals: str) -> Figures:
+def speedups(cells: Cells, names: Iterable[str], *rivals: str, key: str = "ms") -> Figures:
     """Their time over ours, for the cells in which one of them takes part."""
     return [
-        (n, fastest(cells, n, *rivals) / entry(cells, n, "ours"))
+        (n, fastest(cells, n, *rivals, key=key) / entry(cells, n, "ours", key))
         for n in names
         if any(r in EXPECTED[n].rivals and "skipped" not in cells[n]["rivals"].get(r, {}) for r in rivals)
     ]
@@ -96,8 +96,10 @@ def _flex(cells: Cells) -> Iterator[Bar]:
     yield _worst("FlexAttention", "seven variants, each cell", 1.0, ratios)
     yield _worst("FlexAttention", "softcap", 1.8, [r for r in ratios if "/softcap/" in r[0]])
     made = [n for n in matching(cells, "flex/*/S4096") if n.split("/")[1] in MASKED]
-    made_ratios = speedups(cells, made, "flex_and_mask", "flex_and_compiled_mask")
-    yield _worst("FlexAttention with mask creation", "masked variants, S = 4096", 2.5, made_ratios)
+    # Masks are made by the host as much as by the GPU, so that the clock tells.
+    for rival, how in (("flex_and_mask", "mask creation"), ("flex_and_compiled_mask", "compiled mask creation")):
+        ratios = speedups(cells, made, rival, key="wall_ms")
+        yield _worst(f"FlexAttention with {how}", "masked variants, S = 4096, by the clock", 2.5, ratios)
 
 
 def _others(cells: Cells) -> Iterator[Bar]:

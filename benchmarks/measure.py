@@ -31,7 +31,7 @@ def synchronize(device: torch.device) -> None:
 def kernel_ms(call: Call, device: torch.device, seconds: float = 0.2) -> float:
     """Median time of a call on the GPU, with an empty L2 cache; on a CPU its wall time. 5 to 50 calls."""
     if device.type != "cuda":
-        return statistics.median(_wall_ms(call) for _ in range(3))
+        return wall_ms(call, device, 3)
     call()
     first = _gpu_ms(call, device, 3)
     count = int(min(50, max(5, seconds * 1e3 / statistics.median(first))))
@@ -56,10 +56,18 @@ def _flush(device: torch.device) -> Tensor:
     return torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
 
 
-def _wall_ms(call: Call) -> float:
-    start = time.perf_counter()
-    call()
-    return 1e3 * (time.perf_counter() - start)
+def wall_ms(call: Call, device: torch.device, count: int = 15) -> float:
+    """Median time of a call from an idle machine to an idle machine, host and GPU, with an empty L2 cache."""
+    times = []
+    for _ in range(count):
+        if device.type == "cuda":
+            _flush(device).zero_()
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
 
 
 def host_us(call: Call, device: torch.device, count: int = 2000) -> float:

@@ -14,16 +14,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._C._dynamo import guards
 
 from .. import cache
 from ..capture.dtypes import torch_dtype
 from ..errors import Unsupported
 from ..kernels.lower import ALIGNMENT, Lowered, lower
-from ..kernels.sizes import Laid, Mismatch, generalise, laid, programs_of, sizes_of
-from ..kernels.triton import grid_size, operand_names
+from ..kernels.sizes import Laid, Mismatch, generalise, laid, opened, programs_of, sizes_of
+from ..kernels.triton import contiguous, grid_size, operand_names
 from ..schedule.plan import Choices, KernelPlan, fingerprint
 from .dlpack import matmul_precision
-from .layout import Readable, spec_of
+from .layout import laid_out, spec_of, to_copy
 
 # Compiled versions of one kernel (shapes, strides, types, alignments, devices) kept at a time.
 MAX_VERSIONS = 64
@@ -51,9 +52,9 @@ class _Launch:
     Attributes:
       run: triton's launcher: (grid, stream, function, metadata, hooks, pointers) → None.
       programs: number of programs, along x.
-      fixed: its arguments between stream and pointers.
+      fixed: its arguments between stream and operands.
       kernel: keeps the loaded code alive.
-      sizes: what a kernel of several sizes is given at launch; None for one that needs nothing.
+      sizes: keeps what a kernel of several sizes is given alive; None for one that needs nothing.
     """
 
     run: Callable[..., None]
@@ -69,13 +70,27 @@ class _Version:
 
     Attributes:
       device: where it runs.
-      changes: operands (by position) that are replaced, and how: by a copy, on the device, contiguous.
+      changes: operands (by position) that are replaced, and how: by a copy, on the device.
       launch: None for a kernel of no programs.
     """
 
     device: torch.device
     changes: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...]
     launch: _Launch | None
+
+
+@dataclass(frozen=True)
+class _Latest:
+    """What the last call did, which the next does too if nothing changed.
+
+    Attributes:
+      key: what must be equal besides layouts.
+      alike: whether tensors lie as those of that call.
+    """
+
+    key: tuple[Any, ...]
+    alike: Callable[..., bool]
+    version: _Version
 
 
 @dataclass(frozen=True)
@@ -92,7 +107,10 @@ Build = Callable[[Laid], tuple[_Launch, Choices]]
 
 
 class Family:
-    """The kernels of one function: where two differ in sizes alone, a third serves both and all further ones."""
+    """The kernels of one function: where two differ in sizes alone, a third serves both and all further ones.
+
+    Of a minor kernel already the first serves all.
+    """
 
     def __init__(self) -> None:
         self.members: list[_Member] = []
@@ -111,6 +129,12 @@ class Family:
             for m in sorted(near, key=lambda m: -m.laid.sizes):
                 with contextlib.suppress(Mismatch):
                     return _given(m.launch, m.laid, own, index)
+            if torch.cuda.is_current_stream_capturing():  # see _given
+                return self._joined(where, own, build).launch
+            if own.plan.minor:
+                with contextlib.suppress(Mismatch):
+                    made = self._joined(where, opened(own), build)
+                    return _given(made.launch, made.laid, own, index)
             for m in near:
                 if not m.laid.sizes:
                     with contextlib.suppress(Mismatch):
@@ -127,8 +151,9 @@ class Family:
         return made
 
 
-def _fresh(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda t: t.to(device).resolve_neg().clone(memory_format=torch.contiguous_format)
+def _fresh(device: torch.device, dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Makes copies on the device, elements along `dim` neighbours in memory."""
+    return lambda t: laid_out(t.to(device).resolve_neg(), dim)
 
 
 def _alike(own: Laid, general: Laid) -> bool:
@@ -147,8 +172,10 @@ def _given(launch: _Launch, general: Laid, own: Laid, index: int) -> _Launch:
     sizes = sizes_of(general, own)
     if not sizes:
         return launch
+    if torch.cuda.is_current_stream_capturing():
+        raise Mismatch("sizes cannot be sent to the GPU while a CUDA graph is recorded")
     given = torch.tensor(sizes, dtype=torch.int32).to(torch.device("cuda", index))
-    return replace(launch, programs=programs_of(general, own), sizes=given)
+    return replace(launch, programs=programs_of(general, own), fixed=(*launch.fixed, given.data_ptr()), sizes=given)
 
 
 class DirectKernel:
@@ -169,10 +196,11 @@ class DirectKernel:
         self.family = family or Family()
         self._device = device
         self._programs = grid_size(plan)
-        self._outputs = [(s.shape, torch_dtype(s.dtype)) for s in plan.stores]
+        self._outputs = [(s.shape, contiguous(s.shape, s.dtype).strides, torch_dtype(s.dtype)) for s in plan.stores]
         # A product of float32 matrices follows torch.get_float32_matmul_precision().
         self._follows_precision = plan.compute == "f32"
         self._versions: dict[tuple[Any, ...], _Version] = {}
+        self._latest: _Latest | None = None
         self._lock = threading.Lock()
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -180,42 +208,51 @@ class DirectKernel:
 
         Raises: Unsupported if the kernel cannot be compiled for, or does not fit on, the device.
         """
-        # Everything that another version may be needed for, by the cheapest calls that tell it.
+        # What another version may be needed for besides layouts, and what the layouts of the last call still are.
         pointers = [t.data_ptr() for t in operands]
         key: tuple[Any, ...] = (
             torch.get_float32_matmul_precision() if self._follows_precision else None,
-            *[(t.shape, t.stride(), t.dtype, t.get_device(), t.is_neg()) for t in operands],
             *[p & (ALIGNMENT - 1) for p in pointers],
         )
-        version = self._versions.get(key) or self._prepare(key, operands)
+        latest = self._latest
+        if latest is not None and latest.key == key and latest.alike(*operands):
+            version = latest.version
+        else:
+            version = self._version(key, operands)
         if version.changes:
             operands = list(operands)
             for n, change in version.changes:
                 operands[n] = change(operands[n])
             pointers = [t.data_ptr() for t in operands]
         device, launch = version.device, version.launch
-        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
-        if launch is None:
-            return results
-        pointers += [t.data_ptr() for t in results]
-        if launch.sizes is not None:
-            pointers.insert(0, launch.sizes.data_ptr())
         index: int = device.index  # type: ignore[assignment]
         if torch.cuda.current_device() == index:
+            return self._launched(launch, index, pointers)
+        with torch.cuda.device(index):
+            return self._launched(launch, index, pointers)
+
+    def _launched(self, launch: _Launch | None, index: int, pointers: list[int]) -> list[torch.Tensor]:
+        """The outputs, of a launch on the current device; None launches nothing."""
+        results = [_empty(*layout) for layout in self._outputs]
+        if launch is not None:
+            pointers += [t.data_ptr() for t in results]
             launch.run(launch.programs, 1, 1, _stream(index), *launch.fixed, *pointers)
-        else:
-            with torch.cuda.device(index):
-                launch.run(launch.programs, 1, 1, _stream(index), *launch.fixed, *pointers)
         return results
+
+    def _version(self, small: tuple[Any, ...], operands: Sequence[torch.Tensor]) -> _Version:
+        """The version for these operands, made if there is none; remembered as the latest."""
+        layouts = [(t.shape, t.stride(), t.dtype, t.get_device(), t.is_neg()) for t in operands]
+        key = (*small, *layouts)
+        version = self._versions.get(key) or self._prepare(key, operands)
+        self._latest = _Latest(small, _alike_check(operands), version)
+        return version
 
     def lowered(self, operands: Sequence[torch.Tensor]) -> Lowered:
         """The kernel's Triton IR for operands with these shapes, strides, types and addresses. Needs no GPU.
 
         Raises: Unsupported.
         """
-        made = lower(self.plan, [spec_of(t) for t in operands], matmul_precision(False))
-        ours = [alignment(t.data_ptr()) for t in operands]
-        return made.aligned([*ours, *[ALIGNMENT] * len(self._outputs)])
+        return _lowered(laid(self.plan, tuple(map(spec_of, operands))), [alignment(t.data_ptr()) for t in operands])
 
     def _place(self, operands: Sequence[torch.Tensor]) -> torch.device:
         device = next((t.device for t in operands if t.is_cuda), self._device)
@@ -230,11 +267,14 @@ class DirectKernel:
                 return found
             device = self._place(operands)
             changes: list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = []
-            for n, (t, ready) in enumerate(zip(operands, Readable(self.plan)(operands), strict=True)):
+            copied = to_copy(self.plan, operands)
+            operands = list(operands)
+            for n, (t, name) in enumerate(zip(operands, self.names, strict=True)):
                 # PyTorch lets a CPU tensor of no dimensions take part in computations on a GPU.
-                if t.device != device or t.is_neg() or ready is not t:
-                    changes.append((n, _fresh(device)))
-            operands = [dict(changes)[n](t) if n in dict(changes) else t for n, t in enumerate(operands)]
+                if t.device != device or t.is_neg() or name in copied:
+                    change = _fresh(device, copied.get(name, -1))
+                    operands[n] = change(t)
+                    changes.append((n, change))
             launch = None
             if self._programs:
                 with cache.cubins():
@@ -247,12 +287,14 @@ class DirectKernel:
     def _built(self, operands: Sequence[torch.Tensor], index: int) -> _Launch:
         """Code for these operands: the family's, or new."""
         aligned = tuple(alignment(t.data_ptr()) for t in operands)
-        own = laid(self.plan, tuple(spec_of(t) for t in operands))
+        own = laid(self.plan, tuple(map(spec_of, operands)))
         where = (index, torch.get_float32_matmul_precision(), aligned)
-        return self.family.launch(where, own, lambda kernel: self._compiled(kernel, operands, own, index), index)
+        return self.family.launch(
+            where, own, lambda kernel: self._compiled(kernel, operands, aligned, own, index), index
+        )
 
     def _compiled(
-        self, kernel: Laid, operands: Sequence[torch.Tensor], own: Laid, index: int
+        self, kernel: Laid, operands: Sequence[torch.Tensor], aligned: Sequence[int], own: Laid, index: int
     ) -> tuple[_Launch, Choices]:
         """The kernel as it was kept on disk; else made under the choice that is fastest, or fits first."""
         from ..kernels.fit import fitting  # here, for the package triton is not everywhere
@@ -262,20 +304,14 @@ class DirectKernel:
         # Nothing can be timed while a CUDA graph is recorded.
         tune = 1 if torch.cuda.is_current_stream_capturing() else max(1, min(self.tune, 1 + len(kernel.plan.others)))
         where = torch.cuda.get_device_name(index) if tune > 1 else capability
-        pointers = [t.data_ptr() for t in operands]
-        layout = (kernel.operands, kernel.outputs, [alignment(p) for p in pointers])
+        layout = (kernel.operands, kernel.outputs, aligned)
         key = cache.key_of(fingerprint(kernel.plan), layout, torch.get_float32_matmul_precision(), where, tune)
         kept = cache.read(key)
         every = (kernel.plan.choices, *kernel.plan.others)
         if kept is not None:
             return self._load(Lowered.from_json(kept["lowered"]), index), every[kept["choice"]]
 
-        def lowered(plan: KernelPlan) -> Lowered:
-            made = lower(plan, kernel.operands, matmul_precision(False), kernel.outputs, kernel.sizes)
-            first = [ALIGNMENT] if kernel.sizes else []
-            return made.aligned([*first, *map(alignment, pointers), *[ALIGNMENT] * len(self._outputs)])
-
-        made = fitting(kernel.plan, lowered, capability, tune)
+        made = fitting(kernel.plan, lambda plan: _lowered(replace(kernel, plan=plan), aligned), capability, tune)
         launches = [self._load(f.lowered, index) for f in made]
         best = 0
         if len(made) > 1:
@@ -290,16 +326,11 @@ class DirectKernel:
 
     def _fastest(self, launches: Sequence[_Launch], operands: Sequence[torch.Tensor], index: int) -> int:
         """Which launch takes least time on these operands; the first unless another is clearly faster."""
-        device = torch.device("cuda", index)
-        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
-        pointers = [t.data_ptr() for t in (*operands, *results)]
-
-        def run(v: _Launch) -> None:
-            given = [] if v.sizes is None else [v.sizes.data_ptr()]
-            v.run(v.programs, 1, 1, _stream(index), *v.fixed, *given, *pointers)
-
         with torch.cuda.device(index):
-            times = [milliseconds(lambda v=v: run(v)) for v in launches]
+            pointers = [t.data_ptr() for t in (*operands, *[_empty(*layout) for layout in self._outputs])]
+            times = [
+                milliseconds(lambda v=v: v.run(v.programs, 1, 1, _stream(index), *v.fixed, *pointers)) for v in launches
+            ]
         best = min(range(len(times)), key=times.__getitem__)
         return best if times[best] < CLEARLY * times[0] else 0
 
@@ -343,14 +374,35 @@ def milliseconds(launch: Callable[[], None]) -> float:
     return statistics.median(once(repeat) for _ in range(5))
 
 
+def _lowered(kernel: Laid, aligned: Sequence[int]) -> Lowered:
+    """Triton IR of a kernel, for operands at multiples of `aligned` bytes."""
+    made = lower(kernel.plan, kernel.operands, matmul_precision(False), kernel.outputs, kernel.sizes)
+    # What PyTorch allocates, the array of sizes and the outputs, begins at multiples of more than that.
+    first = [ALIGNMENT] if kernel.sizes else []
+    return made.aligned([*first, *aligned, *[ALIGNMENT] * len(kernel.outputs)])
+
+
 def alignment(pointer: int) -> int:
     """The largest power of two up to ALIGNMENT that divides an address."""
     return min(pointer & -pointer, ALIGNMENT) or ALIGNMENT
+
+
+def _alike_check(operands: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Tells whether other tensors have the types, devices, shapes and strides of these; it may err to the safe side."""
+    # What TorchDynamo guards tensors with, in one call.
+    sizes, strides = [list(t.shape) for t in operands], [list(t.stride()) for t in operands]
+    return guards.TensorGuards(*operands, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore
 
 
 def _public_stream(index: int) -> int:
     return torch.cuda.current_stream(index).cuda_stream
 
 
-# The private one makes no Stream object; triton and torch.compile launch with it too. CPU builds lack it.
+def _public_empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+# The private ones make no Stream object and parse no arguments; what torch.compile generates calls them too. CPU builds
+# lack the first.
 _stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_stream)
+_empty: Callable[..., torch.Tensor] = getattr(guards, "_empty_strided_cuda", _public_empty)

@@ -42,21 +42,29 @@ class Readable:
         layout = tuple([(t.shape, t.stride()) for t in operands])
         copied = self._copied.get(layout)
         if copied is None:
-            copied = self._copied[layout] = self._to_copy(operands)
-        return self._with_copies(operands, copied) if copied else operands
-
-    def _to_copy(self, operands: Sequence[torch.Tensor]) -> dict[str, int]:
-        copied = scattered(self.plan, [spec_of(t) for t in operands])
-        left = scattered(self.plan, [spec_of(t) for t in self._with_copies(operands, copied)])
-        if left:
-            why = f"{', '.join(sorted(left))} is read along two dimensions at once, which Triton miscompiles"
-            raise Unsupported(self.plan.name, why)
-        return copied
-
-    def _with_copies(self, operands: Sequence[torch.Tensor], copied: dict[str, int]) -> list[torch.Tensor]:
-        return [_laid_out(t, copied[n]) if n in copied else t for n, t in zip(self.names, operands, strict=True)]
+            copied = self._copied[layout] = to_copy(self.plan, operands)
+        return _with_copies(self.names, operands, copied) if copied else operands
 
 
-def _laid_out(t: torch.Tensor, dim: int) -> torch.Tensor:
+def to_copy(plan: KernelPlan, operands: Sequence[torch.Tensor]) -> dict[str, int]:
+    """The operands, given in the order of the plan's, that it must be given copies of, and along which dimension.
+
+    Raises: Unsupported where a copy would not help.
+    """
+    copied = scattered(plan, [spec_of(t) for t in operands])
+    left = scattered(plan, [spec_of(t) for t in _with_copies(operand_names(plan), operands, copied)])
+    if left:
+        why = f"{', '.join(sorted(left))} is read along two dimensions at once, which Triton miscompiles"
+        raise Unsupported(plan.name, why)
+    return copied
+
+
+def laid_out(t: torch.Tensor, dim: int) -> torch.Tensor:
     """A copy whose elements along `dim` are neighbours in memory."""
     return t.movedim(dim, -1).contiguous().movedim(-1, dim)
+
+
+def _with_copies(
+    names: Sequence[str], operands: Sequence[torch.Tensor], copied: dict[str, int]
+) -> Sequence[torch.Tensor]:
+    return [laid_out(t, copied[n]) if n in copied else t for n, t in zip(names, operands, strict=True)]

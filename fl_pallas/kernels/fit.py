@@ -11,6 +11,7 @@ from ..schedule.plan import Choices, KernelPlan
 from ..schedule.target import target_of
 from .cubin import Cubin, compile_ttir
 from .lower import Lowered
+from .reproducers import off_the_terminal
 
 # Bytes of spilled registers that a thread may have; a few, outside of the loop, do no harm.
 SPILL = 64
@@ -44,7 +45,9 @@ def fitting(
     refusal: Unsupported | None = None
     while waiting and len(fit) < count:
         batch, waiting = waiting[: count - len(fit)], waiting[count - len(fit) :]
-        for made in _tried(plan, batch, lower, capability):
+        with off_the_terminal():
+            tried = _tried(plan, batch, lower, capability)
+        for made in tried:
             if isinstance(made, Unsupported):
                 refusal = refusal or made
             elif made.cubin.stack > SPILL:

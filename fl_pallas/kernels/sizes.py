@@ -28,13 +28,16 @@ from ..schedule.expr import (
     ref,
     size,
 )
-from ..schedule.inner import MAX_WHOLE
+from ..schedule.inner import MAX_WHOLE, power_of_two
 from ..schedule.integer import MAX_SIZE
 from ..schedule.plan import Choices, KernelPlan, Store
 from .triton import TensorSpec, operand_names, output_specs
 
 # Sizes that hold a stride are given in units that Triton may rely on, elements; the widest load has 16 of them.
 MAX_UNIT = 16
+# The least room for an axis that is taken whole: an index for each thread of a small program. Else it is twice what was
+# seen, and no more, for each program looks at all of it.
+ROOM = 128
 # What is chosen, told or named does not make two kernels different.
 _UNBOUNDED: dict[str, Any] = {"lower": None, "upper": None, "interior": None}
 _FREE = {KernelPlan: ("name", "choices", "others", "notes"), Store: ("name",)}
@@ -66,11 +69,25 @@ def generalise(a: Laid, b: Laid, units: bool = True) -> Laid:
 
     Raises: Mismatch.
     """
+    return _joined(a, b, lambda x, y: x != y, units)
+
+
+def opened(a: Laid) -> Laid:
+    """A kernel for other sizes than those of `a` too: all but those that its loops run over are given at launch.
+
+    Raises: Mismatch.
+    """
+    fixed = {0, 1, *(loop.axis.extent for loop in a.plan.loops)}
+    return _joined(a, a, lambda x, _: x not in fixed, units=False)
+
+
+def _joined(a: Laid, b: Laid, given: Callable[[int, int], bool], units: bool) -> Laid:
+    """One kernel for both; two integers in the same place are one that is given at launch where `given` says so."""
     numbers: dict[tuple[bool, int, int], Size] = {}
 
     def join(x: int | Size, y: int, is_stride: bool) -> int | Size:
         assert isinstance(x, int)
-        if x == y:
+        if not given(x, y):
             return x
         key = (is_stride, x, y)
         if key not in numbers:
@@ -147,7 +164,7 @@ class _Walk:
         self.a, self.b, self.join = a, b, join
         self.known: dict[tuple[int, int], Expr] = {}
         self.bound: dict[str, str] = {}
-        # The axes that are tiled; what bounds of loops reduce over else is taken whole, up to MAX_WHOLE.
+        # The axes that are tiled; what bounds of loops reduce over else is taken whole, and needs room.
         self.tiled = {axis.name for axis in (*a.plan.grid, *(loop.axis for loop in a.plan.loops))}
         self.places = [{n: k for k, n in enumerate(operand_names(x.plan))} for x in (a, b)]
 
@@ -176,9 +193,10 @@ class _Walk:
             return Axis(x.name, x.extent)
         if x.name in self.tiled:
             return Axis(x.name, n.hint, n)
-        if y.extent > MAX_WHOLE:
+        room = min(MAX_WHOLE, max(ROOM, power_of_two(2 * n.hint)))
+        if y.extent > room:
             raise Mismatch("an axis that no tile covers")
-        return Axis(x.name, MAX_WHOLE, n)
+        return Axis(x.name, room, n)
 
     def spec(self, x: TensorSpec, y: TensorSpec) -> TensorSpec:
         if (x.dtype, x.offset, len(x.shape)) != (y.dtype, y.offset, len(y.shape)):

@@ -30,7 +30,7 @@ from ..schedule.expr import (
 )
 from ..schedule.inner import as_product
 from ..schedule.integer import from_linear, linear
-from ..schedule.plan import Accumulator, KernelPlan, Loop, Step, bounds_of
+from ..schedule.plan import Accumulator, Interior, KernelPlan, Loop, Step, bounds_of
 from .pointwise import POINTWISE
 from .tile import COMBINE, JNP, Evaluator, Operand, Scope, Tile, identity_of, seen
 
@@ -289,46 +289,52 @@ class _Program:
         probe = Scope({loop.axis: jnp.int32(0)}, {loop.axis: side}, dict.fromkeys(names))  # type: ignore[arg-type]
         ev.hoist((e for s in loop.steps for e in _step_expressions(s)), probe)
 
-        def run(
-            steps: tuple[Step, ...], whole: bool, first: Array, last: Array, carry: tuple, hole: tuple | None = None
-        ) -> tuple:
+        def tile(steps: tuple[Step, ...], whole: bool, n: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            scope = ev.push({loop.axis: n * jnp.int32(side)}, {loop.axis: side})
+            scope.refs.update(dict.fromkeys(names))  # type: ignore[arg-type]
+            scope.whole = frozenset((loop.axis,)) if whole else frozenset()
+            new = tuple(self._step(s, old, loop.axis, scope) for s, old in zip(steps, carry, strict=True))
+            ev.pop()
+            return new
+
+        def run(steps: tuple[Step, ...], first: Array, last: Array, carry: tuple, hole: tuple | None = None) -> tuple:
             def body(n: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
                 if hole is not None:
                     n = n + jnp.where(n >= hole[0], hole[1] - hole[0], 0)
-                scope = ev.push({loop.axis: n * jnp.int32(side)}, {loop.axis: side})
-                scope.refs.update(dict.fromkeys(names))  # type: ignore[arg-type]
-                scope.whole = frozenset((loop.axis,)) if whole else frozenset()
-                new = tuple(self._step(s, old, loop.axis, scope) for s, old in zip(steps, carry, strict=True))
-                ev.pop()
-                return new
+                return tile(steps, True, n, carry)
 
             size = 0 if hole is None else hole[1] - hole[0]
             return lax.fori_loop(first, last - size, body, carry)
 
         carry = tuple(self._initial(s) for s in loop.steps)
         first, last = self._bounds(loop, side)
-        unknown = loop.axis.size is not None
-        ragged = unknown or loop.axis.extent % side != 0
-        if loop.interior is None and (not ragged or not unknown and loop.axis.extent < side):
-            carry = run(loop.steps, not ragged, first, last, carry)
+        # Tiles below this one lie inside of the axis whole.
+        ragged = lax.div(self._extent(loop.axis), jnp.int32(side))
+        whole = jnp.minimum(last, ragged)
+        if loop.interior is None:
+            carry = run(loop.steps, first, whole, carry)
         else:
-            start, stop = self._interior(loop, side, first, last)
-            carry = run(loop.interior.steps if loop.interior else loop.steps, True, start, stop, carry)
-            if loop.interior is not None and loop.interior.lower is not None:
-                # One loop over both sides: its code and its registers are not needed twice.
-                carry = run(loop.steps, False, first, last, carry, (start, stop))
+            start, stop = self._interior(loop, loop.interior, side, first, whole)
+            carry = run(loop.interior.steps, start, stop, carry)
+            if loop.interior.lower is None:
+                carry = run(loop.steps, stop, whole, carry)
             else:
-                carry = run(loop.steps, False, stop, last, carry)
+                # One loop over both sides: its code and its registers are not needed twice.
+                carry = run(loop.steps, first, whole, carry, (start, stop))
+        if loop.axis.size is not None or loop.axis.extent % side:
+            # One tile, and no loop, which would take registers from the others, and make them test each index.
+            there = (first <= ragged) & (ragged < last)
+            carry = lax.cond(there, lambda c: tile(loop.steps, False, ragged, c), lambda c: c, carry)
         for s, x in zip(loop.steps, carry, strict=True):
             outer.refs[s.name] = self._tile(s, x)
 
-    def _interior(self, loop: Loop, side: int, first: Array, last: Array) -> tuple[Array, Array]:
-        """First tile that lies inside of the axis and of the loop's interior whole, and one past the last."""
-        start, stop = first, lax.div(self._extent(loop.axis), jnp.int32(side))
-        if loop.interior is not None and loop.interior.lower is not None:
-            start = lax.div(self._clipped(loop.interior.lower, loop) + jnp.int32(side - 1), jnp.int32(side))
-        if loop.interior is not None and loop.interior.upper is not None:
-            stop = lax.div(self._clipped(loop.interior.upper, loop), jnp.int32(side))
+    def _interior(self, loop: Loop, interior: Interior, side: int, first: Array, last: Array) -> tuple[Array, Array]:
+        """First tile from `first` to `last` that lies inside of the loop's interior whole, and one past the last."""
+        start, stop = first, last
+        if interior.lower is not None:
+            start = lax.div(self._clipped(interior.lower, loop) + jnp.int32(side - 1), jnp.int32(side))
+        if interior.upper is not None:
+            stop = lax.div(self._clipped(interior.upper, loop), jnp.int32(side))
         start = jnp.minimum(jnp.maximum(start, first), jnp.maximum(first, last))
         return start, jnp.maximum(jnp.minimum(stop, last), start)
 

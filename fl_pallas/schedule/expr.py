@@ -20,7 +20,8 @@ class Axis:
     """A named axis with a positive extent. Two axes are the same if name, extent and size are.
 
     Attributes:
-      size: where the extent is known at launch only; `extent` is then one that was seen.
+      size: where the extent is known at launch only; `extent` is then one that was seen, or, of an axis that is
+        taken whole, the room there is for it, which is more.
     """
 
     name: str

@@ -18,7 +18,8 @@ def bounds(e: Expr) -> Bounds:
     if isinstance(e, Const):
         return (int(e.value), int(e.value)) if not isinstance(e.value, float) else None
     if isinstance(e, Index):
-        return 0, (MAX_SIZE if e.axis.size is not None else e.axis.extent) - 1
+        roomy = e.axis.size is None or e.axis.extent > e.axis.size.hint
+        return 0, (e.axis.extent if roomy else MAX_SIZE) - 1
     if isinstance(e, Size):
         return -MAX_SIZE, MAX_SIZE
     if not isinstance(e, Op):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .dtype import compute_dtype, itemsize
 from .passes.build_plan import build_plan
@@ -92,18 +92,20 @@ def _planned(part: Fused, name: str, number: int, compute: str, target: Target) 
     """The kernels of one part, named by `name` and a number from `number` on."""
     loops, stores, notes = stream(part, compute)
     parallel, loops, stores = group_rows(parallel_axes(part), tuple(map(with_exp2, loops)), stores)
-    plans: list[KernelPlan] = []
 
-    def build(kernel: tuple[tuple[Loop, ...], tuple[Store, ...]], label: str) -> KernelPlan:
-        return build_plan(label, parallel, *kernel, notes, compute, target)
+    def built(loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> KernelPlan:
+        return build_plan(name, parallel, loops, stores, notes, compute, target)
 
-    whole = (loops, stores)
+    kernels = [built(loops, stores)]
     chains = part_chains(loops, stores, parallel, f"{name}{number}", compute)
-    work = work_of_a_warp(build(whole, name))
-    # Chains apart do the same work; they pay where together they leave no registers for a good tile.
-    apart = len(chains) > 1 and all(work_of_a_warp(build(chain, name)) >= 2 * work > 0 for chain in chains)
-    for kernel in chains if apart else (whole,):
-        *tables, plan = skip_tiles(build(kernel, f"{name}{number + len(plans)}"))
+    if len(chains) > 1:
+        # Chains apart do the same work; they pay where together they leave no registers for a good tile.
+        work, apart = work_of_a_warp(kernels[0]), [built(*chain) for chain in chains]
+        if all(work_of_a_warp(kernel) >= 2 * work > 0 for kernel in apart):
+            kernels = apart
+    plans: list[KernelPlan] = []
+    for kernel in kernels:
+        *tables, plan = skip_tiles(replace(kernel, name=f"{name}{number + len(plans)}"))
         plans.extend((*tables, *split_loop(plan, f"{name}{number + len(plans) + 1}", target)))
     return plans
 

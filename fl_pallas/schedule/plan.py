@@ -135,6 +135,7 @@ class KernelPlan:
       choices: tile sizes and the like; the scheduler's pick.
       others: further choices worth trying, best first.
       notes: what the scheduler decided and why, for fl.explain.
+      minor: whether it takes so little time that one kernel had better serve all sizes from the start.
     """
 
     name: str
@@ -146,6 +147,7 @@ class KernelPlan:
     choices: Choices = field(default_factory=lambda: Choices(()))
     others: tuple[Choices, ...] = ()
     notes: tuple[str, ...] = ()
+    minor: bool = False
 
     def with_choices(self, choices: Choices) -> KernelPlan:
         return replace(self, choices=choices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from fl_pallas.bridge import launch
 from fl_pallas.bridge.dlpack import matmul_precision
 from fl_pallas.kernels.fit import SPILL, fitting
 from fl_pallas.kernels.lower import Lowered, lower
-from fl_pallas.kernels.sizes import Laid, Mismatch, generalise, laid, programs_of, sizes_of
+from fl_pallas.kernels.sizes import Laid, Mismatch, generalise, laid, opened, programs_of, sizes_of
 from fl_pallas.kernels.tile import seen
 from fl_pallas.kernels.triton import TensorSpec, contiguous, operand_names, pallas_function
+from fl_pallas.schedule.expr import reductions
 from fl_pallas.schedule.plan import KernelPlan
 from tests.plan_evaluate import captured
 from tests.programs import BY_NAME
@@ -28,14 +31,20 @@ CASES = (
 
 
 @functools.cache
-def kernel(name: str, seq: int) -> Laid:
-    """The first kernel of a case at this length, its operands freshly allocated."""
+def kernels(name: str, seq: int) -> list[Laid]:
+    """The kernels of a case at this length, its operands freshly allocated."""
     case = BY_NAME[name]
     torch.compiler.reset()  # or a graph of several lengths is captured
     made = captured(case.target(torch.float32, "cpu"), case.make_inputs(seq, torch.float32, "cpu")).made
-    values = {v.name: v for v in made.program.values}
-    plan = made.kernels[0][0]
-    return laid(plan, tuple(contiguous(values[n].shape, values[n].dtype) for n in operand_names(plan)))
+    plans = made.kernels[0]
+    known = {v.name: (v.shape, v.dtype) for v in made.program.values}
+    known |= {s.name: (s.shape, s.dtype) for p in plans for s in p.stores}
+    return [laid(p, tuple(contiguous(*known[n]) for n in operand_names(p))) for p in plans]
+
+
+def kernel(name: str, seq: int) -> Laid:
+    """The first of them."""
+    return kernels(name, seq)[0]
 
 
 @functools.cache
@@ -91,6 +100,42 @@ def test_three_lengths_need_one_kernel() -> None:
         517,
         2000,
     ]
+
+
+def test_a_minor_kernel_serves_all_lengths_from_the_start() -> None:
+    """The summaries of a document mask, whose bounds another kernel reads."""
+    first = kernel("document_causal", 1500)
+    assert first.plan.minor
+    many = opened(first)
+    for seq in (1500, 1031):
+        own = kernel("document_causal", seq)
+        for got, want in zip(by(many, own), alone(own), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+def test_three_kernels_for_documents_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that summarises, one for the first length, one for all others."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(launch, "_given", lambda found, many, own, index: (found, sizes_of(many, own))[0])
+    family, built = launch.Family(), []
+
+    def build(made: Laid) -> Any:
+        built.append(made.plan.name)
+        return launch._Launch(lambda *_: None, 1, (), None), made.plan.choices
+
+    for seq in (1500, 1033, 1800, 1280):
+        for own in kernels("document_causal", seq):
+            family.launch((), own, build, 0)
+    assert sorted(built) == ["r0_k0", "r0_k0", "r0_k0_tiles"]
+
+
+def test_an_axis_taken_whole_has_room_for_more_than_was_seen() -> None:
+    """And no more than it may need, for each program looks at all of it."""
+    many = generalise(*(kernels("document_causal", n)[1] for n in (1500, 1033)))
+    bound = many.plan.loops[0].lower
+    assert bound is not None
+    (axis,) = {r.axis for r in reductions(bound)}
+    assert axis.size is not None and axis.size.hint == 24 and axis.extent == 128
 
 
 def test_what_differs_in_more_is_another_kernel() -> None:

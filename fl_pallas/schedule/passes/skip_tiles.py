@@ -37,7 +37,7 @@ from .bound_loops import contribution, masks, narrowed, unmasked
 
 # Below this extent a loop has too few tiles to pay for a kernel that looks at the masks' data, unless there are many
 # such loops: at the second extent, with so many scores in all.
-MIN_EXTENT, MIN_EXTENT_OF_MANY, MANY = 1024, 512, 2**26
+MIN_EXTENT, MIN_EXTENT_OF_MANY, MANY = 1024, 256, 2**23
 # The least number of indices summarised together: half of the widest tile, or less.
 MIN_GRANULE = 64
 # Granules that one program of the kernel that summarises takes.
@@ -228,5 +228,5 @@ class _Tables:
         sides = {a: 1 for a in grid} | {self.every: TILE, self.inside: MIN_GRANULE}
         return KernelPlan(
             f"{self.plan.name}_tiles", grid, (), (Loop(self.inside, steps),), stores, self.plan.compute,
-            Choices(tuple(sides.items())),
+            Choices(tuple(sides.items())), minor=True,
         )  # fmt: skip

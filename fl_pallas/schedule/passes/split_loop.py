@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..expr import Axis, Expr, Ref, index, load, ref
+from ..expr import Axis, Expr, Ref, index, load, loads, ref
 from ..inner import power_of_two
-from ..plan import Accumulator, Anchor, Choices, KernelPlan, Loop, Step, Store
+from ..plan import Accumulator, Anchor, Choices, KernelPlan, Loop, Step, Store, bounds_of
 from ..target import Target
 from .merge_partials import held_type, part_of
 
@@ -19,8 +19,9 @@ from .merge_partials import held_type, part_of
 MIN_EXTENT = 2048
 # Least indices of the loop in a part; and per row of the tile, for rows are what a part writes and reads again.
 MIN_PART, MIN_PART_PER_ROW = 256, 16
-# Programs wanted for each processor: one loads while another computes.
-WAVES = 2
+# Programs wanted for each processor: one loads while another computes. More where data bounds the loop, for parts are
+# of different lengths then, and short ones make up for it.
+WAVES, UNEVEN_WAVES = 2, 4
 # Elements that the merging kernel takes at once.
 MERGED_AT_ONCE = 8192
 
@@ -65,7 +66,9 @@ def number_of_parts(plan: KernelPlan, target: Target) -> int:
     tiles = dict(plan.choices.tiles)
     rows = math.prod(n for a, n in tiles.items() if a in plan.grid and a not in plan.features)
     length = max(MIN_PART, MIN_PART_PER_ROW * rows)
-    wanted = min(WAVES * target.processors // max(1, programs), plan.loops[0].axis.extent // length)
+    uneven = any(loads(bound) for bound in bounds_of(plan.loops[0]) if bound is not None)
+    waves = UNEVEN_WAVES if uneven else WAVES
+    wanted = min(waves * target.processors // max(1, programs), plan.loops[0].axis.extent // length)
     return 1 << max(0, wanted.bit_length() - 1)
 
 
