@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import triton
 from triton import knobs
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 
 from ..errors import Unsupported
 from .lower import Lowered
@@ -41,20 +45,47 @@ class Cubin:
     asm: dict[str, str]
 
 
+def simplified(lowered: Lowered, capability: int) -> Lowered:
+    """The same kernel after the passes that Triton runs on Triton IR, and leaves out for IR that it is given.
+
+    One of them lets a matrix product add to an accumulator in place: `a * c + dot(p, v)` needs no registers for
+    the product.
+
+    Raises: Unsupported, with the compiler's words.
+    """
+    context = ir.context()
+    ir.load_dialects(context)
+    CUDABackend(GPUTarget("cuda", capability, WARP)).load_dialects(context)
+    with _file(lowered) as path:
+        try:
+            module = ir.parse_mlir_module(path, context)
+            module.context = context
+            module = CUDABackend.make_ttir(module, {}, None, capability)
+        except Exception as e:
+            raise Unsupported(lowered.name, f"Triton cannot simplify it for sm_{capability}: {e}") from e
+    return replace(lowered, ttir=module.str_nodebug())
+
+
 def compile_kernel(lowered: Lowered, capability: int) -> Any:
     """Compile Triton IR to triton's own CompiledKernel (launchable where there is a GPU).
 
     Raises: Unsupported, with the compiler's words.
     """
-    # Triton takes IR from a file alone; its cache goes by the text and not by the path.
+    with _file(lowered) as path:
+        options = {"num_warps": lowered.warps, "num_stages": lowered.stages, "enable_fp_fusion": True}
+        try:
+            return triton.compile(path, target=GPUTarget("cuda", capability, WARP), options=options)
+        except Exception as e:  # LLVM, ptxas and MLIR each have their own
+            raise Unsupported(lowered.name, f"Triton cannot compile it for sm_{capability}: {e}") from e
+
+
+@contextlib.contextmanager
+def _file(lowered: Lowered) -> Iterator[str]:
+    """The path of a file with a kernel's IR: Triton takes it from there alone, and its cache goes by the text."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{lowered.name}.ttir"
         path.write_text(lowered.ttir)
-        options = {"num_warps": lowered.warps, "num_stages": lowered.stages, "enable_fp_fusion": True}
-        try:
-            return triton.compile(str(path), target=GPUTarget("cuda", capability, WARP), options=options)
-        except Exception as e:  # LLVM, ptxas and MLIR each have their own
-            raise Unsupported(lowered.name, f"Triton cannot compile it for sm_{capability}: {e}") from e
+        yield str(path)
 
 
 def compile_ttir(lowered: Lowered, capability: int) -> Cubin:

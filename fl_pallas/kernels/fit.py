@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..errors import Unsupported
 from ..schedule.plan import Choices, KernelPlan
 from ..schedule.target import target_of
-from .cubin import Cubin, compile_ttir
+from .cubin import Cubin, compile_ttir, simplified
 from .lower import Lowered
 
 # Bytes of spilled registers that a thread may have; a few, outside of the loop, do no harm.
@@ -63,7 +63,7 @@ def _tried(
 ) -> list[Fitted | Unsupported]:
     def one(choices: Choices) -> Fitted | Unsupported:
         try:
-            lowered = lower(plan.with_choices(choices))
+            lowered = simplified(lower(plan.with_choices(choices)), capability)
             cubin = compile_ttir(lowered, capability)
         except Unsupported as refusal:
             return refusal

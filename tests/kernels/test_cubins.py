@@ -14,7 +14,7 @@ from torch import Tensor
 import fl_pallas as fl
 from fl_pallas.bridge.dlpack import DlpackKernel, matmul_precision
 from fl_pallas.capture.dtypes import torch_dtype
-from fl_pallas.kernels.cubin import compile_ttir
+from fl_pallas.kernels.cubin import compile_ttir, simplified
 from fl_pallas.kernels.fit import SPILL, fitting
 from fl_pallas.kernels.lower import Lowered, lower_contiguous
 from fl_pallas.kernels.triton import operand_names
@@ -101,6 +101,20 @@ def test_uses_the_matrix_units(capability: int, instruction: str) -> None:
     cubin = compile_ttir(kernel, capability)
     assert instruction in cubin.asm["ptx"]
     assert "cp.async.cg" in cubin.asm["ptx"], "no 16-byte asynchronous copies"
+
+
+def test_products_accumulate_in_place() -> None:
+    """Otherwise a product needs registers of its own beside the accumulator it is added to."""
+    ((plan, lower),) = kernels_of("vanilla", torch.bfloat16)
+    rows, features = (plan.choices.tile(plan.grid[n]) for n in (-2, -1))
+
+    def added(kernel: Lowered) -> int:
+        """Additions to the tile of outputs."""
+        lines = compile_ttir(kernel, 90).asm["ttgir"].splitlines()
+        return sum("arith.addf" in line and f"tensor<{rows}x{features}xf32" in line for line in lines)
+
+    assert added(lower(plan)) > 0
+    assert added(simplified(lower(plan), 90)) == 0
 
 
 def test_alignment_reaches_the_loads() -> None:
