@@ -253,6 +253,8 @@ class Evaluator:
         if e.name == "tanh" and e.dtype == "bf16" and not self.interpret:
             # One instruction, and four times as accurate as the bfloat16 that PyTorch would round to.
             return Tile(plgpu.approx_tanh(arrays[0]), axes)
+        if e.name == "div" and self.compute == "f32" and (inverse := _inverse(e.args[1])) is not None:
+            return Tile(arrays[0] * jnp.float32(inverse), axes)
         return Tile(POINTWISE[e.name](*arrays), axes)
 
     def spread(self, t: Tile, axes: tuple[Axis, ...]) -> Array:
@@ -478,6 +480,13 @@ class Evaluator:
         else:
             total = lax.fori_loop(0, steps, step, total)
         return Tile(total != 0 if r.kind in ("any", "all") else total, axes)
+
+
+def _inverse(e: Expr) -> float | None:
+    """1 / e for a floating constant whose inverse is a normal float32: a division takes half a dozen instructions."""
+    if isinstance(e, Const) and is_float(e.dtype) and 2**-100 < abs(e.value) < 2**100:
+        return 1 / e.value
+    return None
 
 
 def _is_inside(i: Expr, n: int | Size) -> bool:

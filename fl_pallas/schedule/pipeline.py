@@ -7,13 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .dtype import compute_dtype, itemsize
+from .expr import Expr
 from .passes.build_plan import build_plan
 from .passes.cut import cut
 from .passes.fuse import Fused, Output, fuse
-from .passes.group_rows import group_rows
+from .passes.group_rows import group_features, group_rows
 from .passes.grow_regions import Region, Rejected, grow_regions
+from .passes.lay_out import lay_out
 from .passes.part import part_chains, part_outputs, work_of_a_warp
 from .passes.resolve_views import resolve_views
+from .passes.share import loading, share
 from .passes.skip_tiles import skip_tiles
 from .passes.split_loop import split_loop
 from .passes.split_reductions import split_reductions
@@ -25,6 +28,7 @@ from .text import fused_text, growth_text, plan_text, program_text
 from .verify import verify_plan, verify_program
 
 Record = Callable[[str, str], None]
+Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ def schedule(
     growth = grow_regions(program)
     record("grow_regions", growth_text(growth))
     compute = compute_dtype([v.dtype for v in program.values if v.axes])
+    shapes: Shapes = {v.name: v.shape for v in program.values}
     kernels = []
     rejected = list(growth.rejected)
     for n, region in enumerate(growth.regions):
@@ -69,24 +74,39 @@ def schedule(
             record("fuse", fused_text(fused))
             fused = split_reductions(fused)
             record("split_reductions", fused_text(fused))
-            for group in part_outputs(fused, compute):
+            groups = part_outputs(fused, compute)
+            held: dict[Expr, Expr] = {}
+            if shared := share(groups, f"r{n}_s{len(plans)}", compute, shapes):
+                plan, held = shared
+                plans += lay_out(plan, shapes)
+                shapes |= {s.name: s.shape for plan in plans for s in plan.stores}
+            for group in groups:
                 parts = cut(group, f"r{n}_{len(plans)}")
                 rejected += _stored(program, region, [o for part in parts[:-1] for o in part.outputs])
                 for part in parts:
                     record("cut", fused_text(part))
-                    for made in _planned(part, f"r{n}_k", len(plans), compute, target):
-                        if verify:
-                            verify_plan(made)
-                        record("plan", plan_text(made))
-                        plans.append(made)
+                    plans += _planned(part, held, f"r{n}_k", len(plans), compute, shapes, target)
+                    shapes |= {s.name: s.shape for plan in plans for s in plan.stores}
+        for plan in plans:
+            if verify:
+                verify_plan(plan)
+            record("plan", plan_text(plan))
         kernels.append(tuple(plans))
     return Schedule(program, growth.regions, tuple(kernels), tuple(rejected))
 
 
-def _planned(part: Fused, name: str, number: int, compute: str, target: Target) -> list[KernelPlan]:
-    """The kernels of one part, named by `name` and a number from `number` on."""
+def _planned(
+    part: Fused, held: dict[Expr, Expr], name: str, number: int, compute: str, shapes: Shapes, target: Target
+) -> list[KernelPlan]:
+    """The kernels of one part, named by `name` and a number from `number` on.
+
+    Args:
+      held: what is loaded in place of an expression.
+      shapes: of what is loaded, by name.
+    """
     loops, stores, notes = stream(part, compute)
-    parallel, loops, stores = group_rows(parallel_axes(part), loops, stores)
+    kernel = group_features(parallel_axes(part), loading(loops, held), stores)
+    parallel, loops, stores = group_rows(*kernel)
     plans: list[KernelPlan] = []
 
     def build(kernel: tuple[tuple[Loop, ...], tuple[Store, ...]], label: str) -> KernelPlan:
@@ -99,7 +119,9 @@ def _planned(part: Fused, name: str, number: int, compute: str, target: Target) 
     apart = len(chains) > 1 and all(work_of_a_warp(build(chain, name)) >= 2 * work > 0 for chain in chains)
     for kernel in chains if apart else (whole,):
         *tables, plan = skip_tiles(build(kernel, f"{name}{number + len(plans)}"))
-        plans.extend((*tables, *split_loop(plan, f"{name}{number + len(plans) + 1}", target)))
+        *copies, plan = lay_out(plan, shapes)
+        plans.extend((*tables, *copies, *split_loop(plan, f"{name}{number + len(plans) + 1}", target)))
+        shapes |= {s.name: s.shape for made in plans for s in made.stores}
     return plans
 
 
