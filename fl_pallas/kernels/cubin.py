@@ -73,6 +73,8 @@ def compile_kernel(lowered: Lowered, capability: int) -> Any:
     """
     with _file(lowered) as path:
         options = {"num_warps": lowered.warps, "num_stages": lowered.stages, "enable_fp_fusion": True}
+        if lowered.registers:
+            options["maxnreg"] = lowered.registers
         try:
             return triton.compile(path, target=GPUTarget("cuda", capability, WARP), options=options)
         except Exception as e:  # LLVM, ptxas and MLIR each have their own

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import Unsupported
 from ..schedule.plan import Choices, KernelPlan
-from ..schedule.target import target_of
-from .cubin import Cubin, compile_ttir, simplified
+from ..schedule.target import Target, target_of
+from .cubin import WARP, Cubin, compile_ttir, simplified
 from .lower import Lowered
 
 # Bytes of spilled registers that a thread may have; a few, outside of the loop, do no harm.
 SPILL = 64
+# A multiprocessor's registers and warps; registers are handed out to a thread in such steps; shared memory that a
+# program takes besides its own.
+REGISTERS, WARPS, STEP, RESERVED = 65536, 64, 8, 1024
+# The part of its registers that a thread may be left with for another program to run beside.
+ENOUGH = 0.9
 
 
 @dataclass(frozen=True)
@@ -67,13 +72,29 @@ def _tried(
             cubin = compile_ttir(lowered, capability)
         except Unsupported as refusal:
             return refusal
-        limit = target_of(capability).shared_bytes
-        if cubin.shared > limit:
-            return Unsupported(plan.name, f"{cubin.shared} bytes of shared memory, and sm_{capability} has {limit}")
-        return Fitted(choices, lowered, cubin)
+        target = target_of(capability)
+        if cubin.shared > target.shared_bytes:
+            have = f"sm_{capability} has {target.shared_bytes}"
+            return Unsupported(plan.name, f"{cubin.shared} bytes of shared memory, and {have}")
+        fitted = Fitted(choices, lowered, cubin)
+        return _closer(fitted, target) or fitted
 
     batch = list(batch)
     if len(batch) == 1:
         return [one(batch[0])]
     with ThreadPoolExecutor(len(batch)) as pool:
         return list(pool.map(one, batch))
+
+
+def _closer(fitted: Fitted, target: Target) -> Fitted | None:
+    """The kernel with a few registers less, if one more program fits beside it then and nothing is spilled."""
+    cubin, threads = fitted.cubin, fitted.lowered.warps * WARP
+    steps = -(-cubin.registers // STEP) * STEP
+    programs = 1 + REGISTERS // (threads * steps)
+    registers = REGISTERS // (threads * programs) // STEP * STEP
+    room = min(WARPS // fitted.lowered.warps, (target.shared_bytes + RESERVED) // (cubin.shared + RESERVED))
+    if programs > room or registers < ENOUGH * cubin.registers:
+        return None
+    lowered = replace(fitted.lowered, registers=registers)
+    tighter = compile_ttir(lowered, cubin.capability)
+    return None if tighter.stack > cubin.stack else Fitted(fitted.choices, lowered, tighter)

@@ -6,6 +6,7 @@ import functools
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 import fl_pallas as fl
 from fl_pallas.bridge.dlpack import DlpackKernel, matmul_precision
 from fl_pallas.capture.dtypes import torch_dtype
-from fl_pallas.kernels.cubin import compile_ttir, simplified
+from fl_pallas.kernels import fit
+from fl_pallas.kernels.cubin import Cubin, compile_ttir, simplified
 from fl_pallas.kernels.fit import SPILL, fitting
 from fl_pallas.kernels.lower import Lowered, lower_contiguous
 from fl_pallas.kernels.triton import operand_names
@@ -131,3 +133,20 @@ def test_refuses_what_does_not_compile() -> None:
         compile_ttir(broken, 90)
     assert os.environ["TRITON_CACHE_DIR"]
     assert kernel.programs > 0
+
+
+@pytest.mark.parametrize("registers, cap", [(136, 128), (128, 0), (160, 0)])
+def test_makes_room_for_another_program(registers: int, cap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 threads of 136 registers leave no room for a second program; with 128 there is."""
+    (plan, lower), *_ = kernels_of("vanilla", torch.bfloat16)
+    made = lower(plan.with_choices(replace(plan.choices, warps=8)))
+    asked = []
+
+    def compiled(lowered: Lowered, capability: int) -> Cubin:
+        asked.append(lowered.registers)
+        return Cubin(b"", capability, lowered.registers or registers, 0, 4096, {})
+
+    monkeypatch.setattr(fit, "compile_ttir", compiled)
+    (found,) = fitting(plan, lambda _: made, 90)
+    assert (found.lowered.registers, found.cubin.registers) == (cap, cap or registers)
+    assert asked == [0, cap] if cap else [0]
