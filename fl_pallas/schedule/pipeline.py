@@ -10,6 +10,7 @@ from .dtype import compute_dtype, itemsize
 from .expr import Expr
 from .passes.build_plan import build_plan
 from .passes.cut import cut
+from .passes.expand_squares import expand_squares
 from .passes.fuse import Fused, Output, fuse
 from .passes.group_rows import group_features, group_rows
 from .passes.grow_regions import Region, Rejected, grow_regions
@@ -74,6 +75,8 @@ def schedule(
             record("fuse", fused_text(fused))
             fused = split_reductions(fused)
             record("split_reductions", fused_text(fused))
+            fused = expand_squares(fused)
+            record("expand_squares", fused_text(fused))
             groups = part_outputs(fused, compute)
             held: dict[Expr, Expr] = {}
             if shared := share(groups, f"r{n}_s{len(plans)}", compute, shapes):

@@ -15,7 +15,6 @@ from torch import Tensor
 import fl_pallas as fl
 from fl_pallas.bridge.dlpack import DlpackKernel, matmul_precision
 from fl_pallas.capture.dtypes import torch_dtype
-from fl_pallas.kernels import fit
 from fl_pallas.kernels.cubin import Cubin, compile_ttir, simplified
 from fl_pallas.kernels.fit import SPILL, fitting
 from fl_pallas.kernels.lower import Lowered, lower_contiguous
@@ -146,7 +145,7 @@ def test_makes_room_for_another_program(registers: int, cap: int, monkeypatch: p
         asked.append(lowered.registers)
         return Cubin(b"", capability, lowered.registers or registers, 0, 4096, {})
 
-    monkeypatch.setattr(fit, "compile_ttir", compiled)
+    monkeypatch.setattr("fl_pallas.kernels.fit.compile_ttir", compiled)
     (found,) = fitting(plan, lambda _: made, 90)
     assert (found.lowered.registers, found.cubin.registers) == (cap, cap or registers)
     assert asked == [0, cap] if cap else [0]
