@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import subprocess
 import tempfile
@@ -101,16 +100,28 @@ def compile_ttir(lowered: Lowered, capability: int) -> Cubin:
     return Cubin(kernel.asm["cubin"], capability, registers, stack, kernel.metadata.shared, texts)
 
 
+def is_serial(cubin: Cubin) -> bool:
+    """Whether ptxas lets each asynchronous matrix instruction end before the next begins.
+
+    It does so, with a warning that Triton keeps to itself, where an accumulator passes from one loop to another while
+    a product is under way.
+    """
+    products = cubin.asm["ttgir"].count("warp_group_dot ")
+    return products > 0 and _dumped(cubin.binary, "--dump-sass").count("WARPGROUP.ARRIVE") > products
+
+
 def resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack) of a thread of the kernel, as `cuobjdump` (shipped with triton) tells."""
-    fd, path = tempfile.mkstemp(suffix=".cubin")
-    try:
-        with os.fdopen(fd, "wb") as f:
-            f.write(cubin)
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", path]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    finally:
-        os.unlink(path)
+    """(registers, bytes of stack) of a thread of the kernel."""
+    text = _dumped(cubin, "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, text
     return int(found[1]), int(found[2])
+
+
+def _dumped(cubin: bytes, what: str) -> str:
+    """What `cuobjdump` (shipped with triton) tells of a cubin."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, what, str(path)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout

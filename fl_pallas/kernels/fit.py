@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ..errors import Unsupported
 from ..schedule.plan import Choices, KernelPlan
 from ..schedule.target import Target, target_of
-from .cubin import WARP, Cubin, compile_ttir, simplified
+from .cubin import WARP, Cubin, compile_ttir, is_serial, simplified
 from .lower import Lowered
 
 # Bytes of spilled registers that a thread may have; a few, outside of the loop, do no harm.
@@ -68,8 +68,7 @@ def _tried(
 ) -> list[Fitted | Unsupported]:
     def one(choices: Choices) -> Fitted | Unsupported:
         try:
-            lowered = simplified(lower(plan.with_choices(choices)), capability)
-            cubin = compile_ttir(lowered, capability)
+            lowered, cubin = _compiled(lower(plan.with_choices(choices)), capability)
         except Unsupported as refusal:
             return refusal
         target = target_of(capability)
@@ -84,6 +83,17 @@ def _tried(
         return [one(batch[0])]
     with ThreadPoolExecutor(len(batch)) as pool:
         return list(pool.map(one, batch))
+
+
+def _compiled(lowered: Lowered, capability: int) -> tuple[Lowered, Cubin]:
+    """The kernel simplified; as it was, if its products run at once only so."""
+    simple = simplified(lowered, capability)
+    cubin = compile_ttir(simple, capability)
+    if is_serial(cubin):
+        plain = compile_ttir(lowered, capability)
+        if plain.stack <= cubin.stack and not is_serial(plain):
+            return lowered, plain
+    return simple, cubin
 
 
 def _closer(fitted: Fitted, target: Target) -> Fitted | None:

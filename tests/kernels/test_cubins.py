@@ -15,7 +15,7 @@ from torch import Tensor
 import fl_pallas as fl
 from fl_pallas.bridge.dlpack import DlpackKernel, matmul_precision
 from fl_pallas.capture.dtypes import torch_dtype
-from fl_pallas.kernels.cubin import Cubin, compile_ttir, simplified
+from fl_pallas.kernels.cubin import Cubin, compile_ttir, is_serial, simplified
 from fl_pallas.kernels.fit import SPILL, fitting
 from fl_pallas.kernels.lower import Lowered, lower_contiguous
 from fl_pallas.kernels.triton import operand_names
@@ -118,6 +118,15 @@ def test_products_accumulate_in_place() -> None:
     assert added(simplified(lower(plan), 90)) == 0
 
 
+def test_products_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two loops that add to one accumulator: in place, its products would wait for each other."""
+    monkeypatch.setitem(globals(), "SEQ", 512)
+    ((plan, lower),) = kernels_of.__wrapped__("causal_where", torch.bfloat16)
+    assert is_serial(compile_ttir(simplified(lower(plan), 90), 90))
+    (made,) = fitting(plan, lower, 90)
+    assert not is_serial(made.cubin)
+
+
 def test_alignment_reaches_the_loads() -> None:
     kernel = lowered("vanilla", torch.bfloat16)
     odd = kernel.aligned([2, 2, 2, 16])
@@ -143,7 +152,7 @@ def test_makes_room_for_another_program(registers: int, cap: int, monkeypatch: p
 
     def compiled(lowered: Lowered, capability: int) -> Cubin:
         asked.append(lowered.registers)
-        return Cubin(b"", capability, lowered.registers or registers, 0, 4096, {})
+        return Cubin(b"", capability, lowered.registers or registers, 0, 4096, {"ttgir": ""})
 
     monkeypatch.setattr("fl_pallas.kernels.fit.compile_ttir", compiled)
     (found,) = fitting(plan, lambda _: made, 90)
