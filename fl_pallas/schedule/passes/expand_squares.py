@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..build import op, reduce, substitute
-from ..expr import Axis, Const, Expr, Load, Op, Reduce, const, free_axes, index, load, reductions
+from ..expr import Axis, Expr, Load, Op, Reduce, const, free_axes, index, load, reductions
 from ..inner import factors
+from ..integer import linear
 from .fuse import Fused
 
 Difference = tuple[Expr, Expr]
@@ -94,12 +95,13 @@ def _along(axis: Axis, elements: Sequence[Expr]) -> Expr | None:
     if len(moving) != 1:
         return None
     (k,) = moving
+    terms, start = linear(first.index[k])
     for n, node in enumerate(nodes):
-        i = node.index[k]
         others = node.index[:k] == first.index[:k] and node.index[k + 1 :] == first.index[k + 1 :]
-        if node.source != first.source or not others or not isinstance(i, Const) or i.value != n:
+        if node.source != first.source or not others or linear(node.index[k]) != (terms, start + n):
             return None
-    return load(first.source, (*first.index[:k], index(axis), *first.index[k + 1 :]), first.dtype)
+    place = op("add", first.index[k], index(axis), dtype="i64")
+    return load(first.source, (*first.index[:k], place, *first.index[k + 1 :]), first.dtype)
 
 
 def _flattened(axes: Sequence[Axis], pair: tuple[Expr, Expr]) -> tuple[Axis, tuple[Expr, Expr]]:
