@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -39,17 +41,20 @@ def fitting(
       plan: with its choices, best first.
       lower: a plan to Triton IR.
       capability: compute capability of the device; 90 is sm_90.
-      count: how many are wanted; as many are compiled at once.
+      count: how many are wanted; as many are compiled at once. With several, the first may come in two forms.
 
     Raises: Unsupported if none compiles and fits shared memory.
     """
-    waiting = [plan.choices, *plan.others]
+    lowered = functools.cache(lambda choices: lower(plan.with_choices(choices)))
+    first, *more = _forms(lowered(plan.choices), capability, count)
+    waiting = [(plan.choices, form) for form in (first, *more)] + [(c, first) for c in plan.others]
+    count += len(more)
     fit: list[Fitted] = []
     spilling: list[Fitted] = []
     refusal: Unsupported | None = None
     while waiting and len(fit) < count:
         batch, waiting = waiting[: count - len(fit)], waiting[count - len(fit) :]
-        for made in _tried(plan, batch, lower, capability):
+        for made in _tried(plan.name, batch, lowered, capability):
             if isinstance(made, Unsupported):
                 refusal = refusal or made
             elif made.cubin.stack > SPILL:
@@ -64,17 +69,21 @@ def fitting(
 
 
 def _tried(
-    plan: KernelPlan, batch: Iterable[Choices], lower: Callable[[KernelPlan], Lowered], capability: int
+    name: str, batch: Iterable[tuple[Choices, bool]], lower: Callable[[Choices], Lowered], capability: int
 ) -> list[Fitted | Unsupported]:
-    def one(choices: Choices) -> Fitted | Unsupported:
+    """Choices and whether products add in place, compiled; or why not."""
+
+    def one(candidate: tuple[Choices, bool]) -> Fitted | Unsupported:
+        choices, in_place = candidate
         try:
-            lowered, cubin = _compiled(lower(plan.with_choices(choices)), capability)
+            lowered = simplified(lower(choices), capability) if in_place else lower(choices)
+            cubin = compile_ttir(lowered, capability)
         except Unsupported as refusal:
             return refusal
         target = target_of(capability)
         if cubin.shared > target.shared_bytes:
             have = f"sm_{capability} has {target.shared_bytes}"
-            return Unsupported(plan.name, f"{cubin.shared} bytes of shared memory, and {have}")
+            return Unsupported(name, f"{cubin.shared} bytes of shared memory, and {have}")
         fitted = Fitted(choices, lowered, cubin)
         return _closer(fitted, target) or fitted
 
@@ -85,15 +94,17 @@ def _tried(
         return list(pool.map(one, batch))
 
 
-def _compiled(lowered: Lowered, capability: int) -> tuple[Lowered, Cubin]:
-    """The kernel simplified; as it was, if its products run at once only so."""
-    simple = simplified(lowered, capability)
-    cubin = compile_ttir(simple, capability)
-    if is_serial(cubin):
-        plain = compile_ttir(lowered, capability)
-        if plain.stack <= cubin.stack and not is_serial(plain):
-            return lowered, plain
-    return simple, cubin
+def _forms(lowered: Lowered, capability: int, count: int) -> tuple[bool, ...]:
+    """Whether to simplify a kernel, so that products add to their accumulators in place; or both, for tuning to tell.
+
+    In place takes fewer registers, and a product has to wait until its accumulator has been corrected. Not where an
+    accumulator passes from one loop to another, if ptxas would have all products wait for each other then.
+    """
+    if lowered.ttir.count("scf.for") > 1:
+        with contextlib.suppress(Unsupported):
+            if is_serial(compile_ttir(simplified(lowered, capability), capability)):
+                return (False,)
+    return (True, False) if count > 1 and "tt.dot" in lowered.ttir else (True,)
 
 
 def _closer(fitted: Fitted, target: Target) -> Fitted | None:
