@@ -26,9 +26,10 @@ LARGEST = 2**31
 
 
 def wide_inputs(case: Case, seq: int, device: torch.device) -> tuple[Tensor, ...]:
-    """The inputs of a case; q, k, v alone become [1, 16, seq, 64]."""
+    """The inputs of a case; q, k, v alone become [1, 16, seq, 64], unless weights belong to them."""
     small = case.make_inputs(32, torch.bfloat16, device)
-    if len(small) == 3 and all(t.dim() == 4 and t.shape == small[0].shape and t.shape[2] == 32 for t in small):
+    alike = all(t.dim() == 4 and t.shape == small[0].shape and t.shape[2] == 32 for t in small)
+    if not case.module and len(small) == 3 and alike:
         return tuple(torch.randn(1, 16, seq, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
     return case.make_inputs(seq, torch.bfloat16, device)
 

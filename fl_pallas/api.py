@@ -12,20 +12,24 @@ from typing import Any
 
 import torch
 from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
+from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_leaves
 
 from .bridge.dlpack import DlpackKernel
 from .bridge.launch import DirectKernel, Family, unavailable
 from .bridge.splice import RegionRunner, splice
 from .capture import translate
 from .capture.aten import mutates_inputs, to_aten
+from .capture.joint import Compiler, differentiable
 from .config import Config, config
 from .errors import FallbackWarning, InputError, Unsupported
 from .explain import Explanation, Fallback, Graph
 from .kernels.triton import check_supported
 from .schedule.dtype import itemsize
+from .schedule.passes.keep import keep
 from .schedule.pipeline import Schedule, schedule
 from .schedule.plan import KernelPlan
-from .schedule.program import Program
+from .schedule.program import Program, Value
 from .schedule.target import HOPPER, Target, target_of
 
 # Specialisations of one graph (shapes, strides, types) kept at a time.
@@ -87,8 +91,18 @@ def explain(fn: Any, *args: Any, **kwargs: Any) -> Explanation:
     backend = Backend({"fallback": "torch"}, explanation)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
-        _compiled(original, backend)(*args, **kwargs)
+        out = _compiled(original, backend)(*args, **kwargs)
+        _differentiate(out)
     return explanation
+
+
+def _differentiate(out: Any) -> None:
+    """Run the backward pass of a result, for what it compiles; no gradient is kept."""
+    outs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    before = [edge for o in outs for edge in o.grad_fn.next_functions if edge[0] is not None]  # type: ignore[union-attr]
+    if before:
+        ones = [torch.ones_like(o) for o in outs]
+        torch.autograd.grad(outs, [GradientEdge(*edge) for edge in before], ones, allow_unused=True)
 
 
 def _compiled(fn: Any, backend: Backend) -> Any:
@@ -191,51 +205,87 @@ class _Specialised:
         return out
 
     def _build(self, args: Sequence[Any]) -> Callable[..., Any]:
+        reason = _unfit(args)
+        if reason is not None:
+            # Say so only where something would have been fused.
+            history: list[tuple[str, str]] = []
+            aten = _functional(self.gm, args)
+            would = None if aten is None else _scheduled(aten, args, self.settings, history)
+            asked = would is not None and (would.regions or would.rejected)
+            found = [Fallback("the whole graph", reason, None, 0)] if asked else []
+            self._tell(Graph(None, tuple(found), tuple(history)))
+            return self.gm
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            return differentiable(self.gm, args, keep, self._pass("forward"), self._pass("backward"))
+        aten = _functional(self.gm, args)
+        if aten is None:
+            refusal = Fallback("an input is written to", "kernels never write to inputs", None, 0)
+            self._tell(Graph(None, (refusal,), ()))
+            return self.gm
+        return self._compiled(aten, args, self.gm)
+
+    def _pass(self, name: str) -> Compiler:
+        """The compiler of the forward or the backward pass of the graph."""
+
+        def compiler(aten: torch.fx.GraphModule, args: Sequence[Any], facts: tuple[Value, ...]) -> Callable[..., Any]:
+            with _building:
+                return self._compiled(aten, args, aten, name, facts)
+
+        return compiler
+
+    def _compiled(
+        self,
+        aten: torch.fx.GraphModule,
+        args: Sequence[Any],
+        otherwise: torch.fx.GraphModule,
+        name: str = "",
+        facts: tuple[Value, ...] = (),
+    ) -> Callable[..., Any]:
         history: list[tuple[str, str]] = []
         found: list[Fallback] = []
-        run: Callable[..., Any] = self.gm
-        made: Schedule | None = None
-        left: Counter[str] = Counter()
-        reason = _unfit(args)
-        if reason is None:
-            run, made, left = _build_graph(self.gm, args, self.settings, self.family, history, found)
-        else:
-            _, would = _scheduled(self.gm, args, self.settings, history)
-            # Say so only where something would have been fused.
-            if would is not None and (would.regions or would.rejected):
-                found.append(Fallback("the whole graph", reason, None, 0))
+        made = _scheduled(aten, args, self.settings, history, facts)
+        run, made, left = _realised(aten, made, args, self.settings, self.family, found)
+        self._tell(Graph(made, tuple(found), tuple(history), tuple(sorted(left.items())), name))
+        return run or otherwise.forward
+
+    def _tell(self, graph: Graph) -> None:
+        """Into the explanation, if one was asked for; else as warnings."""
         if self.explanation is not None:
-            self.explanation.graphs.append(Graph(made, tuple(found), tuple(history), tuple(sorted(left.items()))))
+            self.explanation.graphs.append(graph)
         else:
-            for f in found:
+            for f in graph.fallbacks:
                 _report(f, self.settings)
-        return run
+
+
+def _functional(gm: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.GraphModule | None:
+    """The graph in ATen operations; None if it writes to an input."""
+    with torch.no_grad():
+        aten = to_aten(gm, args)
+    return None if mutates_inputs(aten) else aten
 
 
 def _scheduled(
-    gm: torch.fx.GraphModule, args: Sequence[Any], settings: Config, history: list[tuple[str, str]]
-) -> tuple[torch.fx.GraphModule, Schedule | None]:
-    """The graph in ATen operations, and what becomes of it; None if it writes to an input."""
+    aten: torch.fx.GraphModule,
+    args: Sequence[Any],
+    settings: Config,
+    history: list[tuple[str, str]],
+    facts: tuple[Value, ...] = (),
+) -> Schedule:
+    """What becomes of a functional graph."""
     with torch.no_grad():
-        aten = to_aten(gm, args)
-        if mutates_inputs(aten):
-            return aten, None
-        program = _marked(translate(aten), aten, args)
-    return aten, schedule(program, _target(args), lambda *entry: history.append(entry), verify=settings.verify)
+        program = replace(_marked(translate(aten), aten, args), facts=facts)
+    return schedule(program, _target(args), lambda *entry: history.append(entry), verify=settings.verify)
 
 
-def _build_graph(
-    gm: torch.fx.GraphModule,
+def _realised(
+    aten: torch.fx.GraphModule,
+    made: Schedule,
     args: Sequence[Any],
     settings: Config,
     family: Family,
-    history: list[tuple[str, str]],
     found: list[Fallback],
-) -> tuple[Callable[..., Any], Schedule | None, Counter[str]]:
-    aten, made = _scheduled(gm, args, settings, history)
-    if made is None:
-        found.append(Fallback("an input is written to", "kernels never write to inputs", None, 0))
-        return gm, None, Counter()
+) -> tuple[Callable[..., Any] | None, Schedule, Counter[str]]:
+    """The graph with kernels in it (None if there are none), what was scheduled, and what PyTorch still does."""
     device = _device(args)
     interpret = settings.interpret if settings.interpret is not None else device.type != "cuda"
     runners, regions, kernels = [], [], []
@@ -254,12 +304,12 @@ def _build_graph(
     found += [Fallback(r.blocker.op, r.why, r.blocker.where or r.value.where, r.nbytes, r.fused) for r in made.rejected]
     made = replace(made, regions=tuple(regions), kernels=tuple(kernels))
     if not runners:
-        return gm, made, Counter(_left(aten))
+        return None, made, Counter(_left(aten))
     try:
         spliced = splice(aten, runners)
     except Unsupported as refusal:
         found.append(Fallback(refusal.what, refusal.why, None, 0))
-        return gm, replace(made, regions=(), kernels=()), Counter()
+        return None, replace(made, regions=(), kernels=()), Counter()
     return spliced.forward, made, Counter(_left(spliced))
 
 
@@ -297,14 +347,12 @@ def _marked(program: Program, aten: torch.fx.GraphModule, args: Sequence[Any]) -
     names = [n.name for n in aten.graph.nodes if n.op == "placeholder"]
     parameters = {n for n, a in zip(names, args, strict=True) if isinstance(a, torch.nn.Parameter)}
     values = tuple(replace(v, op="parameter") if v.name in parameters else v for v in program.values)
-    return Program(values, program.outputs)
+    return replace(program, values=values)
 
 
 def _unfit(args: Sequence[Any]) -> str | None:
     """Why a graph called with these arguments must run in PyTorch whole; None if it need not."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return "a tensor needs a gradient, and only the forward pass is compiled so far (use torch.no_grad())"
     devices = {t.device for t in tensors if t.dim()}
     if len(devices) > 1:
         return f"tensors on {', '.join(sorted(map(str, devices)))}"

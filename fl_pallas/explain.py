@@ -50,12 +50,14 @@ class Graph:
       fallbacks: what could not be fused.
       history: (stage, text) after each pass.
       left: operations that PyTorch runs, by name and count.
+      name: "forward" or "backward", where gradients are asked for.
     """
 
     schedule: Schedule | None
     fallbacks: tuple[Fallback, ...]
     history: tuple[tuple[str, str], ...]
     left: tuple[tuple[str, int], ...] = ()
+    name: str = ""
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
@@ -102,7 +104,8 @@ class Explanation:
 
 
 def _graph_tree(n: int, g: Graph) -> Tree:
-    tree = Tree(f"graph {n}: {len(g.kernels)} fused kernel{'s' * (len(g.kernels) != 1)}")
+    title = f"graph {n}, {g.name}" if g.name else f"graph {n}"
+    tree = Tree(f"{title}: {len(g.kernels)} fused kernel{'s' * (len(g.kernels) != 1)}")
     if g.schedule is not None:
         for region, plans in zip(g.schedule.regions, g.schedule.kernels, strict=True):
             branch = tree.add(f"region {', '.join(region.members)} -> {', '.join(region.outputs)}")

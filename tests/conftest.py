@@ -7,6 +7,8 @@ import os
 # oneDNN's AMX product of bfloat16 matrices carries the NaN of one row into others (torch 2.13): such a reference
 # is worth nothing. It reads this when PyTorch first multiplies.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+# Interpreted kernels are compiled once and run once: what XLA would optimise takes longer than it saves.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import re
 from collections.abc import Callable, Iterator

@@ -25,14 +25,14 @@ def spec_of(t: torch.Tensor) -> TensorSpec:
 
 
 class Readable:
-    """Operands as a GPU kernel may read them: some as contiguous copies (see kernels.triton.scattered).
+    """Operands as a GPU kernel may read them: some as copies laid out for it (see kernels.triton.scattered).
 
     Which ones is found once for each layout that it meets.
     """
 
     def __init__(self, plan: KernelPlan):
         self.plan, self.names = plan, operand_names(plan)
-        self._copied: dict[tuple[Any, ...], frozenset[str]] = {}
+        self._copied: dict[tuple[Any, ...], dict[str, int]] = {}
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Operands, in the order of the plan's, ready to be read.
@@ -45,13 +45,18 @@ class Readable:
             copied = self._copied[layout] = self._to_copy(operands)
         return self._with_copies(operands, copied) if copied else operands
 
-    def _to_copy(self, operands: Sequence[torch.Tensor]) -> frozenset[str]:
+    def _to_copy(self, operands: Sequence[torch.Tensor]) -> dict[str, int]:
         copied = scattered(self.plan, [spec_of(t) for t in operands])
         left = scattered(self.plan, [spec_of(t) for t in self._with_copies(operands, copied)])
         if left:
-            why = f"{', '.join(sorted(left))} is read against its layout, which Triton miscompiles; make it contiguous"
+            why = f"{', '.join(sorted(left))} is read along two dimensions at once, which Triton miscompiles"
             raise Unsupported(self.plan.name, why)
         return copied
 
-    def _with_copies(self, operands: Sequence[torch.Tensor], copied: frozenset[str]) -> list[torch.Tensor]:
-        return [t.contiguous() if n in copied else t for n, t in zip(self.names, operands, strict=True)]
+    def _with_copies(self, operands: Sequence[torch.Tensor], copied: dict[str, int]) -> list[torch.Tensor]:
+        return [_laid_out(t, copied[n]) if n in copied else t for n, t in zip(self.names, operands, strict=True)]
+
+
+def _laid_out(t: torch.Tensor, dim: int) -> torch.Tensor:
+    """A copy whose elements along `dim` are neighbours in memory."""
+    return t.movedim(dim, -1).contiguous().movedim(-1, dim)

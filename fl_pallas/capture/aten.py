@@ -81,7 +81,7 @@ _KERNELS = {
 }
 
 
-class _OpenAttention(TorchFunctionMode):
+class OpenAttention(TorchFunctionMode):
     """While active, calls of `F.scaled_dot_product_attention`, also inside PyTorch's own modules, are opened up."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -105,7 +105,7 @@ def to_aten(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphMo
     fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in inputs]
 
     def run(*args: Any) -> Any:
-        with torch.fx.traceback.preserve_node_meta(), _OpenAttention():
+        with torch.fx.traceback.preserve_node_meta(), OpenAttention():
             return torch.fx.Interpreter(gm).run(*args)
 
     out = _trace(run, fakes, mode)

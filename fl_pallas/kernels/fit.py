@@ -19,8 +19,9 @@ SPILL = 64
 # A multiprocessor's registers and warps; registers are handed out to a thread in such steps; shared memory that a
 # program takes besides its own.
 REGISTERS, WARPS, STEP, RESERVED = 65536, 64, 8, 1024
-# The part of its registers that a thread may be left with for another program to run beside.
-ENOUGH = 0.9
+# The part of its registers that a thread may be left with for another program to run beside, and the least of them:
+# with fewer there are programs enough, and ptxas may refuse.
+ENOUGH, LEAST = 0.9, 96
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,11 @@ def _closer(fitted: Fitted, target: Target) -> Fitted | None:
     programs = 1 + REGISTERS // (threads * steps)
     registers = REGISTERS // (threads * programs) // STEP * STEP
     room = min(WARPS // fitted.lowered.warps, (target.shared_bytes + RESERVED) // (cubin.shared + RESERVED))
-    if programs > room or registers < ENOUGH * cubin.registers:
+    if programs > room or registers < max(LEAST, ENOUGH * cubin.registers):
         return None
     lowered = replace(fitted.lowered, registers=registers)
-    tighter = compile_ttir(lowered, cubin.capability)
+    try:
+        tighter = compile_ttir(lowered, cubin.capability)
+    except Unsupported:  # some matrix instructions want more
+        return None
     return None if tighter.stack > cubin.stack else Fitted(fitted.choices, lowered, tighter)

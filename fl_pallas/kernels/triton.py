@@ -82,8 +82,8 @@ def _step_expressions(step: Step) -> list[Expr]:
     return [step.value]
 
 
-def scattered(plan: KernelPlan, specs: Sequence[TensorSpec]) -> frozenset[str]:
-    """Names of the 16-bit operands whose head dimension does not lie contiguously in memory.
+def scattered(plan: KernelPlan, specs: Sequence[TensorSpec]) -> dict[str, int]:
+    """The 16-bit operands whose head dimension does not lie contiguously in memory, and which dimension that is.
 
     Triton 3.6 multiplies such tiles wrongly on Hopper, or reads outside of shared memory, for some sizes
     (compute-sanitizer shows it; benchmarks/probe_transposed.py finds it): they are copied first.
@@ -95,13 +95,13 @@ def scattered(plan: KernelPlan, specs: Sequence[TensorSpec]) -> frozenset[str]:
     for r in {n for e in expressions(plan) for n in reductions(e) if n.kind == "sum"}:
         if as_product(r.body, r.axis, tiled | {r.axis}) is not None:
             products.append((r.body, frozenset((r.axis,))))
-    found = set()
+    found: dict[str, int] = {}
     for body, axes in products:
         for node in (n for n in loads(body) if n.dtype in ("bf16", "f16")):
-            along = [_step(node, axis, held[node.source].strides) for axis in free_axes(node) & axes]
-            if along and 1 not in along:
-                found.add(node.source)
-    return frozenset(found)
+            along = sorted(free_axes(node) & axes, key=lambda a: a.name)
+            if along and all(_step(node, axis, held[node.source].strides) != 1 for axis in along):
+                found[node.source] = max(d for d, i in enumerate(node.index) if free_axes(i) & axes)
+    return found
 
 
 def _step(node: Load, axis: Axis, strides: Sequence[int | Size]) -> int | None:

@@ -21,10 +21,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .build import negate, op, select
-from .expr import Axis, Const, Expr, Op, Ref, const, free_axes, walk
+from .dtype import is_float
+from .expr import Axis, Const, Expr, Load, Op, Ref, const, free_axes, walk
 
 MAX_TERMS = 8
 MAX_SHIFTS = 2
+# Finite scores from here on are masks.
+HUGE = 1e30
 
 
 class Nonseparable(Exception):
@@ -283,6 +286,16 @@ def non_negative(e: Expr, positive: frozenset[str]) -> bool:
     if e.name == "select":
         return all(non_negative(a, positive) for a in e.args[1:])
     return False
+
+
+def may_be_huge(e: Expr, axis: Axis) -> bool:
+    """Whether `e` may be finite and near the end of its type's range: a constant is, or data along `axis` is added
+    that is no sum (masks come so)."""
+    if isinstance(e, Const):
+        return HUGE <= abs(e.value) < math.inf
+    if isinstance(e, Load):
+        return is_float(e.dtype) and axis in free_axes(e)
+    return isinstance(e, Op) and any(may_be_huge(a, axis) for a in e.args)
 
 
 def positive_factor(e: Expr) -> tuple[Expr, float]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from .dtype import compute_dtype, itemsize
 from .expr import Expr
 from .passes.build_plan import build_plan
-from .passes.cut import cut
+from .passes.cut import cut_apart
+from .passes.exchange import exchange
 from .passes.expand_squares import expand_squares
 from .passes.fuse import Fused, Output, fuse
 from .passes.group_rows import group_features, group_rows
@@ -22,6 +23,7 @@ from .passes.skip_tiles import skip_tiles
 from .passes.split_loop import split_loop
 from .passes.split_reductions import split_reductions
 from .passes.stream import parallel_axes, stream
+from .passes.strength import with_exp2, without_divisions
 from .plan import KernelPlan, Loop, Store
 from .program import Program
 from .target import HOPPER, Target
@@ -71,25 +73,28 @@ def schedule(
     rejected = list(growth.rejected)
     for n, region in enumerate(growth.regions):
         plans: list[KernelPlan] = []
-        for fused in fuse(program, region):
+        groups = fuse(program, region)
+        for fused in groups:
             record("fuse", fused_text(fused))
-            fused = split_reductions(fused)
+        short, groups = exchange(groups, program.facts, f"r{n}", compute)
+        groups = tuple(without_divisions(split_reductions(fused)) for fused in (*short, *groups))
+        for fused in groups:
             record("split_reductions", fused_text(fused))
-            fused = expand_squares(fused)
+        groups = tuple(map(expand_squares, groups))
+        for fused in groups:
             record("expand_squares", fused_text(fused))
-            groups = part_outputs(fused, compute)
+        parts = cut_apart(groups, f"r{n}")
+        rejected += _stored(program, region, [o for part in parts for o in part.outputs])
+        for part in parts:
+            record("cut", fused_text(part))
+            apart = part_outputs(part, compute)
             held: dict[Expr, Expr] = {}
-            if shared := share(groups, f"r{n}_s{len(plans)}", compute, shapes):
-                plan, held = shared
-                plans += lay_out(plan, shapes)
-                shapes |= {s.name: s.shape for plan in plans for s in plan.stores}
-            for group in groups:
-                parts = cut(group, f"r{n}_{len(plans)}")
-                rejected += _stored(program, region, [o for part in parts[:-1] for o in part.outputs])
-                for part in parts:
-                    record("cut", fused_text(part))
-                    plans += _planned(part, held, f"r{n}_k", len(plans), compute, shapes, target)
-                    shapes |= {s.name: s.shape for plan in plans for s in plan.stores}
+            if shared := share(apart, f"r{n}_s{len(plans)}", compute, shapes):
+                storing, held = shared
+                plans += lay_out(storing, shapes)
+                shapes[storing.name] = storing.stores[0].shape
+            for group in apart:
+                plans += _planned(group, held, f"r{n}_k", len(plans), compute, shapes, target)
         for plan in plans:
             if verify:
                 verify_plan(plan)
@@ -108,8 +113,8 @@ def _planned(
       shapes: of what is loaded, by name.
     """
     loops, stores, notes = stream(part, compute)
-    kernel = group_features(parallel_axes(part), loading(loops, held), stores)
-    parallel, loops, stores = group_rows(*kernel)
+    loops = tuple(map(with_exp2, loading(loops, held)))
+    parallel, loops, stores = group_rows(*group_features(parallel_axes(part), loops, stores))
     plans: list[KernelPlan] = []
 
     def build(kernel: tuple[tuple[Loop, ...], tuple[Store, ...]], label: str) -> KernelPlan:
@@ -134,6 +139,6 @@ def _stored(program: Program, region: Region, between: list[Output]) -> list[Rej
     around = {*region.outputs, *(r for v in members for r in v.reads)} - {*region.members} | {*region.outputs}
     limit = max(program.by_name[name].numel for name in around)
     large = max(members, key=lambda v: v.numel)
-    sizes = [(math.prod(a.extent for a in o.axes), o.dtype) for o in between]
+    sizes = [(math.prod(a.extent for a in o.axes), o.dtype) for o in between if o.name not in region.outputs]
     why = "a reduction inside of another cannot be taken along with it, and is stored between two kernels"
     return [Rejected(large, large, why, n * itemsize(dtype), fused=True) for n, dtype in sizes if n > limit]

@@ -53,10 +53,15 @@ class Value:
 
 @dataclass(frozen=True)
 class Program:
-    """Values in execution order, and the names of those that are returned."""
+    """Values in execution order, and the names of those that are returned.
+
+    Attributes:
+      facts: inputs of which is known what they are: each with its elements in terms of other inputs.
+    """
 
     values: tuple[Value, ...]
     outputs: tuple[str, ...] = field(default=())
+    facts: tuple[Value, ...] = field(default=())
 
     @cached_property
     def by_name(self) -> dict[str, Value]:

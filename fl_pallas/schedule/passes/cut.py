@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from ..build import substitute
-from ..expr import Axis, Expr, Reduce, free_axes, index, load, reductions, ref, walk
-from .fuse import Fused, Output
+from ..expr import Axis, Expr, Reduce, free_axes, index, load, loads, reductions, ref, walk
+from ..program import Value
+from .fuse import Fused, Output, join_group
 from .stream import MAX_COVERED, parallel_axes
 
 
@@ -41,6 +43,74 @@ def cut(fused: Fused, name: str) -> tuple[Fused, ...]:
         fused = Fused(tuple(replace(o, expr=substitute(o.expr, {}, dict(replaced))) for o in fused.outputs))
 
 
+def cut_apart(groups: tuple[Fused, ...], name: str) -> tuple[Fused, ...]:
+    """`cut` for all kernels of a region, in an order in which they can run.
+
+    What is cut from one joins another that computes the same reductions (the row sums of a gradient of all rows join
+    the gradient of the queries), and an output that nothing is left to share with gets a kernel of its own.
+    """
+    kernels: list[list[Output]] = []
+    pieces: list[list[Output]] = []
+    for n, group in enumerate(groups):
+        *early, last = cut(group, f"{name}_{n}" if n else name)
+        pieces += [[*k.outputs] for k in early]
+        kernels += _sharing(last.outputs)
+    for piece in pieces:
+        home = next((k for k in kernels if _joins(piece, k, kernels)), None)
+        if home is None:
+            kernels.append(piece)
+        else:
+            renamed = [join_group(Value(o.name, o.axes, o.dtype, o.expr), home) for o in piece]
+            home += [o for o in renamed if o is not None]
+    return _ordered([Fused(tuple(k)) for k in kernels])
+
+
+def _sharing(outputs: tuple[Output, ...]) -> list[list[Output]]:
+    """Outputs that have reductions in common, together."""
+    kernels: list[tuple[set[Reduce], list[Output]]] = []
+    for o in outputs:
+        own = set(reductions(o.expr))
+        for found, kernel in kernels:
+            if found & own or not own and not found:
+                found |= own
+                kernel.append(o)
+                break
+        else:
+            kernels.append((own, [o]))
+    return [kernel for _, kernel in kernels]
+
+
+def _joins(piece: list[Output], kernel: list[Output], kernels: list[list[Output]]) -> bool:
+    """Whether all of `piece` can be computed by `kernel`, which must not wait for it."""
+    made = {o.name for o in piece}
+    waiting, grew = set(made), True
+    while grew:
+        grew = False
+        for k in kernels:
+            if waiting & _reads(k) and not {o.name for o in k} <= waiting:
+                waiting |= {o.name for o in k}
+                grew = True
+    if waiting & {o.name for o in kernel}:
+        return False
+    return all(join_group(Value(o.name, o.axes, o.dtype, o.expr), kernel) is not None for o in piece)
+
+
+def _reads(kernel: list[Output]) -> set[str]:
+    return {n.source for o in kernel for n in loads(o.expr)}
+
+
+def _ordered(kernels: list[Fused]) -> tuple[Fused, ...]:
+    """Each kernel after those whose results it reads."""
+    ordered: list[Fused] = []
+    left = kernels
+    while left:
+        unmade = {o.name for k in left for o in k.outputs}
+        ready = [k for k in left if not unmade & _reads([*k.outputs])]
+        ordered += ready
+        left = [k for k in left if k not in ready]
+    return tuple(ordered)
+
+
 def _repeated(fused: Fused) -> list[_Cut]:
     parallel = frozenset(parallel_axes(fused))
     found: dict[Reduce, None] = {}
@@ -48,11 +118,18 @@ def _repeated(fused: Fused) -> list[_Cut]:
         for r in reductions(o.expr):
             bound = free_axes(r) - parallel
             large = r.axis.extent > 2 * MAX_COVERED or bool(reductions(r.body))
-            if bound and large and _around(o.expr, r) - free_axes(r):
+            if bound and large and (_around(o.expr, r) - free_axes(r) or _is_summed(o.expr, r)):
                 found[r] = None
     # Outer reductions contain inner ones: the outermost leads, with what else has its shape.
     ordered = sorted(found, key=lambda r: sum(r in reductions(s) for s in found))
     return [_Cut(r, tuple(sorted(free_axes(r), key=lambda a: (a not in parallel, a.name)))) for r in ordered]
+
+
+def _is_summed(e: Expr, r: Reduce) -> bool:
+    """Whether what is around `r` is but a sum of it, and it is no larger than what it reads."""
+    size = math.prod(a.extent for a in free_axes(r))
+    most = max((math.prod(a.extent for i in n.index for a in free_axes(i)) for n in loads(r.body)), default=0)
+    return size <= most and any(s.kind == "sum" and s is not r and r in reductions(s.body) for s in reductions(e))
 
 
 def _around(e: Expr, r: Reduce) -> frozenset[Axis]:

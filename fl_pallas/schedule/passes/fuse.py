@@ -56,7 +56,7 @@ def fuse(program: Program, region: Region) -> tuple[Fused, ...]:
     groups: list[list[Output]] = []
     for v in outputs:
         for n, group in enumerate(groups):
-            joined = _join_group(v, group)
+            joined = join_group(v, group)
             if joined is not None:
                 groups[n] = [*group, joined]
                 break
@@ -83,7 +83,7 @@ def _flattened(axes: tuple[Axis, ...]) -> Expr:
     return place
 
 
-def _join_group(v: Value, group: list[Output]) -> Output | None:
+def join_group(v: Value, group: list[Output]) -> Output | None:
     """`v` over the axes of `group`, renamed so that it shares most reductions; None if it shares none."""
     lead = group[0]
     shared = {r for o in group for r in reductions(o.expr)}

@@ -30,10 +30,15 @@ RETURNED = (
 
 @dataclass(frozen=True)
 class Region:
-    """Values computed by fused kernels: `members` in program order, `outputs` those needed outside."""
+    """Values computed by fused kernels: `members` in program order, `outputs` those needed outside.
+
+    Attributes:
+      large: the members that have both sides of a join.
+    """
 
     members: tuple[str, ...]
     outputs: tuple[str, ...]
+    large: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class _Seed:
       rows, cols: the axes of the join that only the one side, or only the other, has.
       members: the region's values, written in terms of the join.
       sides: each member's axes along rows and columns.
+      large: the members that have both.
     """
 
     value: Value
@@ -81,13 +87,14 @@ class _Seed:
     cols: frozenset[Axis]
     members: dict[str, Value] = field(default_factory=dict)
     sides: dict[str, Sides] = field(default_factory=dict)
+    large: set[str] = field(default_factory=set)
 
 
 def grow_regions(program: Program) -> Growth:
     """Program with views resolved → regions, and the blow-ups that could not be fused with the reason."""
     seeds = [s for v in program.values if (s := _join(program, v)) is not None]
-    large = [s for s in seeds if _is_blow_up(program, s, seeds)]
-    chosen = [s for s in large if not _serves(program, s, large)]
+    blown = [s for s in seeds if _is_blow_up(program, s, seeds)]
+    chosen = [s for s in blown if not _serves(program, s, blown)]
     grown: list[_Seed] = []
     rejected: list[Rejected] = []
     for seed in chosen:
@@ -109,7 +116,11 @@ def grow_regions(program: Program) -> Growth:
         members = _with_epilogue(program, members, taken - members)
         taken |= members
         finished.insert(0, (members, sides))
-    regions = [_region(program, members, _with_prologue(program, members, sides, taken)) for members, sides in finished]
+    large = frozenset[str]().union(*(seed.large for seed in grown))
+    regions = [
+        replace(_region(program, members, every := _with_prologue(program, members, sides, taken)), large=large & every)
+        for members, sides in finished
+    ]
     for region in regions:
         largest = max(program.by_name[m].numel for m in region.members)
         for v in program.values:
@@ -126,12 +137,14 @@ def _join(program: Program, v: Value) -> _Seed | None:
         return None
     found = loads(v.expr)
     own = frozenset(v.axes)
+    # A product of which an extent is 1 has lost an axis to look for, but it has no further axis either.
+    whole = [r for r in reductions(v.expr) if free_axes(r) >= {x for x in own if x.extent > 1}]
     for n, a in enumerate(found):
         for b in found[n + 1 :]:
             rows, cols = _touched(a) & own - _touched(b), _touched(b) & own - _touched(a)
             if rows and cols:
                 return _Seed(v, rows, cols)
-            contracted = any(r.kind == "sum" and a in loads(r.body) and b in loads(r.body) for r in reductions(v.expr))
+            contracted = any(r.kind == "sum" and a in loads(r.body) and b in loads(r.body) for r in whole)
             if contracted and is_float(a.dtype) and is_float(b.dtype) and 1 in v.shape:
                 return _Seed(v, rows, cols)
     return None
@@ -248,10 +261,17 @@ def _path(program: Program, v: Value) -> tuple[bool, bool, bool]:
             found = reductions(u.expr)
             followed |= bool(found)
             normalised |= any(len(set(loads(r.body))) == 1 for r in found)
-            coupled |= any(isinstance(n, Op) and n.name not in _LINEAR for n in walk(u.expr))
+            coupled |= any(isinstance(n, Op) and _couples(n) for n in walk(u.expr))
             if not found or len(u.axes) == len(v.axes) and u.numel == v.numel:
                 stack.append(user)
     return coupled or normalised, normalised, followed
+
+
+def _couples(n: Op) -> bool:
+    """Whether an operation is more than linear in what it reads, as a mask is; what puts pieces side by side is not."""
+    if n.name == "select" and not loads(n.args[0]) and len(free_axes(n.args[0])) < 2:
+        return False
+    return n.name not in _LINEAR and n.dtype != "bool"
 
 
 _LINEAR = ("mul", "div", "add", "sub", "neg", "cast", "floordiv", "mod")
@@ -310,7 +330,7 @@ def _grow(program: Program, seed: _Seed) -> tuple[Value, str] | None:
     seed.members = {v.name: replace(v, expr=load(v.name, tuple(map(index, v.axes)), v.dtype))}
     seed.sides = {v.name: (seed.rows, seed.cols)}
     degenerate = not seed.rows and not seed.cols
-    large = {v.name}
+    large = seed.large = {v.name}
     for v in program.values:
         if v.name in seed.members or not seed.members.keys() & set(v.reads):
             continue

@@ -28,7 +28,7 @@ def resolve_views(program: Program) -> Program:
                 expr = substitute(expr, {}, dict(found))
             v = replace(v, expr=expr, reads=reads_of(expr))
         out[v.name] = v
-    return Program(_live(tuple(out.values()), program.outputs), program.outputs)
+    return replace(program, values=_live(tuple(out.values()), program.outputs))
 
 
 def _resolved(node: Load, value: Value) -> Expr:

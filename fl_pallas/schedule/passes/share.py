@@ -16,7 +16,6 @@ from ..expr import Axis, Expr, Reduce, free_axes, index, load, loads, reductions
 from ..inner import as_product, power_of_two
 from ..plan import Accumulator, Choices, KernelPlan, Loop, Step, Store
 from .choose import MIN_TILE, roles
-from .cut import cut
 from .fuse import Fused
 from .stream import parallel_axes, stream
 
@@ -35,7 +34,7 @@ def share(
       name: of the kernel.
       shapes: of what is loaded, by name.
     """
-    if len(groups) < 2 or any(len(cut(g, name)) > 1 for g in groups):
+    if len(groups) < 2:
         return None
     streamed = [stream(g, compute) for g in groups]
     rows = [roles(parallel_axes(g), *s[:2]).row for g, s in zip(groups, streamed, strict=True)]

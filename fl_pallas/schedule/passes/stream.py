@@ -15,15 +15,13 @@ from dataclasses import dataclass, field
 
 from ..build import cast, op, select, substitute
 from ..dtype import is_float
-from ..expr import Axis, Const, Expr, Load, Op, Reduce, Ref, const, free_axes, index, reductions, ref, walk
-from ..laws import Nonseparable, Scope, Term, non_negative, positive_factor, separate, split_sum
+from ..expr import Axis, Expr, Op, Reduce, Ref, const, free_axes, index, reductions, ref, walk
+from ..laws import Nonseparable, Scope, Term, may_be_huge, non_negative, positive_factor, separate, split_sum
 from ..plan import Accumulator, Anchor, Loop, Step, Store
 from .fuse import Fused
 
 # Reductions up to this extent that contain no other are taken whole, without a loop.
 MAX_COVERED = 256
-# Finite scores from here on are masks.
-HUGE = 1e30
 
 
 @dataclass
@@ -116,20 +114,22 @@ def _reduce(r: Reduce, body: Expr, n: int, scope: Scope, state: _Streams) -> Exp
 
 def _plain(body: Expr, scope: Scope) -> list[Term]:
     """A body that does not move, with the factors free of the loop axis hoisted."""
-    hoisted, kept = [], []
-    stack = [body]
-    while stack:
-        e = stack.pop()
-        if getattr(e, "name", "") == "mul" and any(not scope.varies(a) for a in e.args):  # type: ignore[union-attr]
-            stack += e.args  # type: ignore[union-attr]
-        elif scope.varies(e):
-            kept.append(e)
+    one, kept = scope.const(1.0), []
+    for f in _factors(body, scope):
+        if scope.varies(f):
+            kept.append(f)
         else:
-            hoisted.append(e)
-    one = scope.const(1.0)
-    for h in hoisted:
-        one = scope.op("mul", one, cast(h, scope.dtype))
+            one = scope.op("mul", one, cast(f, scope.dtype))
     return [Term(one, factors=tuple(kept))]
+
+
+def _factors(e: Expr, scope: Scope) -> tuple[Expr, ...]:
+    """The factors of a product, taken apart as far as some of them are free of the loop axis."""
+    if not isinstance(e, Op) or e.name != "mul":
+        return (e,)
+    parts = [_factors(a, scope) for a in e.args]
+    found = (*parts[0], *parts[1])
+    return found if any(not scope.varies(f) for f in found) else (e,)
 
 
 def _term(t: Term, r: Reduce, n: int, scope: Scope, state: _Streams) -> Expr:
@@ -146,7 +146,7 @@ def _term(t: Term, r: Reduce, n: int, scope: Scope, state: _Streams) -> Expr:
         base = scope.const(scaling)
         anchor = peak, base
         guard = _guard(peak, scope.dtype)
-        if scaling > 1.0 and _may_be_huge(core, scope):
+        if scaling > 1.0 and may_be_huge(core, scope.axis):
             # The lowest number of its type, as masks have it, would overflow; its distance to the maximum does not.
             exponent = scope.op("mul", scope.op("sub", core, guard), base)
         else:
@@ -164,16 +164,6 @@ def _term(t: Term, r: Reduce, n: int, scope: Scope, state: _Streams) -> Expr:
     for gate in t.gates:
         value = select(gate, value, scope.const(0.0))
     return value
-
-
-def _may_be_huge(e: Expr, scope: Scope) -> bool:
-    """Whether `e` may be finite and near the end of its type's range: a constant is, or data is added that is no
-    sum (masks come so)."""
-    if isinstance(e, Const):
-        return HUGE <= abs(e.value) < math.inf
-    if isinstance(e, Load):
-        return is_float(e.dtype) and scope.varies(e)
-    return isinstance(e, Op) and any(_may_be_huge(a, scope) for a in e.args)
 
 
 def _shifted(

@@ -1,0 +1,134 @@
+"""Forward and backward of a graph as two ATen graphs, by AOTAutograd; what one keeps for the other is decided here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._decomp import get_decompositions
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import _extract_fwd_bwd_modules
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import GraphModule, Node
+from torch.fx.traceback import preserve_node_meta
+
+from ..schedule.program import Program, Value
+from .aten import OpenAttention
+from .translate import translate
+
+aten = torch.ops.aten
+Compiler = Callable[[GraphModule, Sequence[Any], tuple[Value, ...]], Callable[..., Any]]
+# (joint Program, results of its forward, of its backward) -> names of what is kept, and what is known of some.
+Keep = Callable[[Program, tuple[str, ...], tuple[str, ...]], tuple[frozenset[str], tuple[Value, ...]]]
+
+# Row statistics are nodes of their own, which a backward pass can be handed.
+_OPENED = get_decompositions((aten._softmax, aten._log_softmax, aten._safe_softmax, aten.logsumexp))
+
+
+def differentiable(
+    gm: GraphModule,
+    inputs: Sequence[Any],
+    keep: Keep,
+    forward: Compiler,
+    backward: Compiler,
+) -> Callable[..., Any]:
+    """`gm` as a function that PyTorch's autograd can differentiate once.
+
+    Args:
+      gm: a graph of torch functions.
+      inputs: the tensors and numbers it is called with; their data is not read.
+      keep: which values of the forward pass the backward pass reads from memory; others it computes again.
+      forward, backward: make a callable of an ATen graph of either pass (its tensors have their fakes in
+        `meta["val"]`), its fake inputs and what is known of them.
+    """
+    facts: list[Value] = []
+
+    def parted(joint: GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[GraphModule, GraphModule]:
+        with unset_fake_temporarily():
+            program = translate(joint)
+        results, gradients = _outputs(joint, num_fwd_outputs)
+        names, known = keep(
+            program, *(tuple(n for n in group if n in program.by_name) for group in (results, gradients))
+        )
+        facts.extend(known)
+        _need(joint, num_fwd_outputs, {f.name for f in known})
+        saved = [n for n in joint.graph.nodes if n.name in names and not n.name.startswith("tangents")]
+        return _extract_fwd_bwd_modules(joint, saved, [], num_fwd_outputs=num_fwd_outputs)
+
+    compiler = aot_autograd(
+        fw_compiler=_boxed(lambda *graph: forward(*graph, ())),
+        bw_compiler=_boxed(lambda gm, args: backward(_without_needs(gm), args, tuple(facts))),
+        partition_fn=parted,
+        decompositions=_OPENED,
+    )
+    return compiler(_opened(gm), inputs)
+
+
+def _boxed(compiler: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]) -> Any:
+    """A compiler as AOTAutograd wants it: its function takes one list, and empties it, so that inputs can be freed."""
+
+    def compiled(gm: GraphModule, inputs: Sequence[Any]) -> Any:
+        run = compiler(gm, inputs)
+
+        def boxed(args: list[Any]) -> Any:
+            given = tuple(args)
+            args.clear()
+            return run(*given)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]
+        return boxed
+
+    return compiled
+
+
+def _opened(gm: GraphModule) -> GraphModule:
+    """`gm` as one call, in which PyTorch's attention functions are opened up and source lines kept."""
+
+    def run(*args: Any) -> Any:
+        with preserve_node_meta(), OpenAttention():
+            return torch.fx.Interpreter(gm).run(*args)
+
+    graph = torch.fx.Graph()
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    inputs = [graph.placeholder(n.name) for n in placeholders]
+    result = graph.call_function(run, tuple(inputs))
+    outputs = next(n for n in gm.graph.nodes if n.op == "output").args[0]
+    graph.output(tuple(graph.call_function(_item, (result, k)) for k in range(len(outputs))))  # type: ignore[arg-type]
+    return GraphModule(gm, graph)
+
+
+def _outputs(joint: GraphModule, forward: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the tensors that the forward and that the backward pass returns."""
+    results: Any = next(n for n in joint.graph.nodes if n.op == "output").args[0]
+    names = [n.name if isinstance(n, Node) else "" for n in results]
+    return tuple(names[:forward]), tuple(names[forward:])
+
+
+def _need(joint: GraphModule, forward: int, names: set[str]) -> None:
+    """Let the backward pass read these values, which AOTAutograd would not hand to it otherwise."""
+    last = next(n for n in joint.graph.nodes if n.op == "output")
+    results: Any = list(last.args[0])
+    place = next((k for k in range(forward, len(results)) if isinstance(results[k], Node)), None)
+    if names and place is not None:
+        with joint.graph.inserting_before(last):
+            needed = (n for n in joint.graph.nodes if n.name in names)
+            results[place] = joint.graph.call_function(_needing, (results[place], *needed))
+        results[place].meta.update(results[place].args[0].meta)
+        last.args = (tuple(results),)
+
+
+def _needing(value: Any, *needed: Any) -> Any:
+    return value
+
+
+def _without_needs(gm: GraphModule) -> GraphModule:
+    for n in gm.graph.find_nodes(op="call_function", target=_needing):
+        n.replace_all_uses_with(n.args[0])
+        gm.graph.erase_node(n)
+    gm.recompile()
+    return gm
+
+
+def _item(values: Sequence[Any], k: int) -> Any:
+    return values[k]

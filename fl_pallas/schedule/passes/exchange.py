@@ -1,0 +1,135 @@
+"""Sums exchanged: Σⱼ p(i, j) · Σ_d g(i, d) · v(j, d) = Σ_d g(i, d) · Σⱼ p(i, j) · v(j, d), the inner sum being known.
+
+A backward pass asks for the left side (the inner product of a row of weights with its gradient); the forward pass has
+made Σⱼ p·v, and what was a loop over j becomes a short sum over d. FlashAttention-2 (arXiv 2307.08691, section 2.3)
+has this as a step of its own; here it is a law of sums.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ..build import op, reduce, substitute
+from ..dtype import is_float
+from ..expr import Axis, Expr, Index, Load, Op, Reduce, children, free_axes, index, load, reductions
+from ..program import Value
+from .fuse import Fused, Output
+
+# Ways of pairing the factors of two products that are tried.
+MAX_PAIRINGS = 24
+Binding = dict[Axis, Expr]
+
+
+def exchange(
+    groups: tuple[Fused, ...], facts: Sequence[Value], name: str, compute: str
+) -> tuple[tuple[Fused, ...], tuple[Fused, ...]]:
+    """Before: `sum[j](p(i, j) * sum[d](g[i, d] * v[j, d]))` in one of the kernels. After: a load of what a kernel of
+    its own stores, `sum[d](g[i, d] * out[i, d])`.
+
+    Args:
+      facts: operands of which is known what they are, `expr` in terms of other operands.
+      name: begins the names of what the first kernels store.
+      compute: the type that kernels compute in.
+
+    Returns: those kernels, and the others.
+    """
+    made: dict[Expr, Output] = {}
+    held: dict[Expr, Expr] = {}
+    found = (r for g in groups for o in g.outputs for r in reductions(o.expr))
+    for r in dict.fromkeys(found):
+        short = next((s for f in facts if (s := _exchanged(r, f)) is not None), None)
+        if short is None:
+            continue
+        expr, axes = short
+        own = {a: Axis(f"x{n}", a.extent) for n, a in enumerate(axes)}
+        expr = substitute(expr, {a: index(b) for a, b in own.items()})
+        made.setdefault(expr, Output(f"{name}_d{len(made)}", tuple(own.values()), compute, expr))
+        held[r] = load(made[expr].name, tuple(map(index, axes)), compute)
+    if not held:
+        return (), groups
+    first: dict[tuple[Axis, ...], list[Output]] = {}
+    for o in made.values():
+        first.setdefault(o.axes, []).append(o)
+    rest = tuple(Fused(tuple(replace(o, expr=substitute(o.expr, {}, held)) for o in g.outputs)) for g in groups)
+    return tuple(Fused(tuple(outputs)) for outputs in first.values()), rest
+
+
+def _exchanged(r: Reduce, fact: Value) -> tuple[Expr, tuple[Axis, ...]] | None:
+    """`r` as a sum over an axis of `fact`, and its free axes in the order of those of `fact`; None if it is none."""
+    known = fact.expr
+    if r.kind != "sum" or not isinstance(known, Reduce) or known.kind != "sum" or r.axis.extent != known.axis.extent:
+        return None
+    own = _factors(r.body)
+    for n, inner in enumerate(own):
+        if not isinstance(inner, Reduce) or inner.kind != "sum":
+            continue
+        parts = _factors(inner.body)
+        still = [p for p in parts if r.axis not in free_axes(p)]
+        moving = [p for p in parts if r.axis in free_axes(p)]
+        if not still or not moving:
+            continue
+        binding = _matched(known, (*own[:n], *own[n + 1 :], *moving), r.axis)
+        if binding is None:
+            continue
+        place = tuple(binding[a] if a in binding else index(a) for a in fact.axes)
+        if any(a.extent > 1 and a not in binding for a in fact.axes):
+            continue
+        body: Expr = load(fact.name, place, fact.dtype)
+        for p in still:
+            body = op("mul", p, body, dtype=inner.body.dtype)
+        short = reduce("sum", inner.axis, body, r.body.dtype)
+        order = dict.fromkeys(i.axis for i in place if isinstance(i, Index) and i.axis != inner.axis)
+        if frozenset(order) == free_axes(short):
+            return short, tuple(order)
+    return None
+
+
+def _factors(e: Expr) -> tuple[Expr, ...]:
+    if isinstance(e, Op) and e.name == "mul":
+        return (*_factors(e.args[0]), *_factors(e.args[1]))
+    return (e,)
+
+
+def _matched(known: Reduce, factors: tuple[Expr, ...], axis: Axis) -> Binding | None:
+    """The indices that make the product under `known` the product of `factors`, its axis being `axis`; or None."""
+    wanted = _factors(known.body)
+    if len(wanted) != len(factors):
+        return None
+    for order in itertools.islice(itertools.permutations(factors), MAX_PAIRINGS):
+        binding: Binding = {known.axis: index(axis)}
+        if all(_unify(a, b, binding) for a, b in zip(wanted, order)) and all(
+            substitute(a, binding) is b for a, b in zip(wanted, order)
+        ):
+            return binding
+    return None
+
+
+def _unify(known: Expr, other: Expr, binding: Binding) -> bool:
+    """Bind the free axes of `known` to what stands in their place in `other`; whether the two may be equal then.
+
+    Arithmetic on indices is passed over: its terms come in any order.
+    """
+    if isinstance(known, Index):
+        return binding.setdefault(known.axis, other) is other
+    if type(known) is not type(other):
+        return False
+    if isinstance(known, Reduce) and isinstance(other, Reduce):
+        if (known.kind, known.axis.extent, known.dtype) != (other.kind, other.axis.extent, other.dtype):
+            return False
+        outer = binding.pop(known.axis, None)
+        binding[known.axis] = index(other.axis)
+        same = _unify(known.body, other.body, binding)
+        del binding[known.axis]
+        if outer is not None:
+            binding[known.axis] = outer
+        return same
+    if isinstance(known, Op) and not is_float(known.dtype):
+        return True
+    if isinstance(known, Op) and isinstance(other, Op) and known.name != other.name:
+        return False
+    if isinstance(known, Load) and isinstance(other, Load) and known.source != other.source:
+        return False
+    pairs: Iterator[tuple[Expr, Expr]] = zip(children(known), children(other))
+    return all(_unify(a, b, binding) for a, b in pairs)

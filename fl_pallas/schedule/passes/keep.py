@@ -1,0 +1,91 @@
+"""What a forward pass keeps for a backward pass: bytes against recomputation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..build import substitute
+from ..dtype import compute_dtype
+from ..expr import Expr, loads, reductions
+from ..program import Program, Value
+from .exchange import exchange
+from .fuse import fuse
+from .grow_regions import grow_regions
+from .resolve_views import inline_load, resolve_views, root_of
+
+
+def keep(
+    joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]
+) -> tuple[frozenset[str], tuple[Value, ...]]:
+    """What the backward pass of a joint Program reads from memory; all else of the forward pass it computes again.
+
+    Args:
+      joint: both passes; inputs of the backward pass alone are named "tangents…".
+      forward, backward: names of the results of either.
+
+    Returns: names of values, inputs among them, and what is known of those that say it best by themselves.
+    """
+    later: set[str] = set()
+    for v in joint.values:
+        if v.name.startswith("tangents") or later.intersection(v.reads):
+            later.add(v.name)
+    whole = resolve_views(replace(joint, outputs=(*forward, *backward)))
+    cheap = _kept(resolve_views(replace(joint, outputs=forward)))
+    saved: set[str] = set()
+    stack = [root_of(whole, name) for name in backward]
+    seen: set[str] = set()
+    while stack:
+        v = whole.by_name[stack.pop()]
+        if v.name in seen:
+            continue
+        seen.add(v.name)
+        if v.name not in later and (v.op in ("input", "parameter") or v.name in cheap):
+            saved.add(v.name)
+        else:
+            stack += v.reads
+    facts = tuple(_inlined(whole, v, saved) for v in whole.values if v.name in cheap - later and _is_sum(v))
+    used = _used(whole, backward, saved, facts)
+    return frozenset(saved | used), tuple(f for f in facts if f.name in used)
+
+
+def _kept(program: Program) -> frozenset[str]:
+    """Names of the values of a forward Program that may be kept.
+
+    What PyTorch computes may, as PyTorch itself would. Of what kernels compute, their results may, and reductions that
+    have lost a side of the blow-up (the statistics of a row); the rest is a blow-up, or cheap.
+    """
+    found = {v.name for v in program.values if not v.is_view}
+    for region in grow_regions(program).regions:
+        results = {root_of(program, name) for name in region.outputs}
+        for v in (program.by_name[m] for m in region.members):
+            statistic = v.expr is not None and reductions(v.expr) and v.name not in region.large
+            if v.name not in results and not statistic:
+                found.discard(v.name)
+    return frozenset(found)
+
+
+def _is_sum(v: Value) -> bool:
+    return v.expr is not None and any(r.kind == "sum" for r in reductions(v.expr))
+
+
+def _inlined(program: Program, v: Value, leaves: set[str]) -> Value:
+    """`v` in terms of `leaves` and inputs alone."""
+    expr: Expr | None = v.expr
+    assert expr is not None
+    while found := {
+        n: inline_load(n, source)
+        for n in loads(expr)
+        if n.source not in leaves and (source := program.by_name[n.source]).expr is not None
+    }:
+        expr = substitute(expr, {}, dict(found))
+    return replace(v, expr=expr)
+
+
+def _used(program: Program, backward: tuple[str, ...], saved: set[str], facts: tuple[Value, ...]) -> set[str]:
+    """The facts by which sums of the backward pass are exchanged."""
+    values = tuple(replace(v, expr=None, op="input", reads=()) if v.name in saved else v for v in program.values)
+    alone = resolve_views(Program(values, backward))
+    compute = compute_dtype([v.dtype for v in alone.values if v.axes])
+    found = (exchange(fuse(alone, region), facts, "", compute)[0] for region in grow_regions(alone).regions)
+    known = {f.name for f in facts}
+    return {n.source for kernels in found for k in kernels for o in k.outputs for n in loads(o.expr)} & known

@@ -1,0 +1,71 @@
+"""Strength reduction: what an element of a tile costs is taken out of it, to a row of the tile or to a constant."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ..build import op, rewrite
+from ..dtype import is_float
+from ..expr import Axis, Const, Expr, Op, const, free_axes
+from ..laws import may_be_huge, positive_factor
+from ..plan import Accumulator, Loop, Step
+from .fuse import Fused
+
+
+def without_divisions(fused: Fused) -> Fused:
+    """Before: `x[i, j] / y[i]`, `x / 3`. After: `x[i, j] * (1 / y[i])`, `x * 0.333…`: one division a row, not one an
+    element. Constant factors become one, and `p * a - p * b` is `p * (a - b)`.
+    """
+    return Fused(tuple(replace(o, expr=rewrite(o.expr, _multiplied)) for o in fused.outputs))
+
+
+def _multiplied(e: Expr) -> Expr:
+    if not isinstance(e, Op) or not is_float(e.dtype):
+        return e
+    one = const(1.0, e.dtype)
+    if e.name == "div" and free_axes(e.args[1]) < free_axes(e.args[0]):
+        return op("mul", e.args[0], op("div", one, e.args[1], dtype=e.dtype), dtype=e.dtype)
+    if e.name == "mul" and isinstance(e.args[1], Const):
+        x = e.args[0]
+        if isinstance(x, Op) and x.name == "mul" and isinstance(x.args[1], Const):
+            both = op("mul", x.args[1], e.args[1], dtype=e.dtype)
+            return op("mul", x.args[0], both, dtype=e.dtype)
+    if e.name == "sub" and all(isinstance(a, Op) and a.name == "mul" for a in e.args):
+        left, right = (a.args for a in e.args)  # type: ignore[union-attr]
+        for n, m in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            if left[n] is right[m] and free_axes(left[n]) == free_axes(e):
+                return op("mul", left[n], op("sub", left[1 - n], right[1 - m], dtype=e.dtype), dtype=e.dtype)
+    return e
+
+
+def with_exp2(loop: Loop) -> Loop:
+    """Before: `exp(x[i, j] * c - m[i])`. After: `exp2(x[i, j] * c' - m[i] * log2(e))`: one multiplication and one
+    instruction an element.
+    """
+    return replace(loop, steps=tuple(_powers_of_two(s, loop.axis) for s in loop.steps))
+
+
+def _powers_of_two(step: Step, axis: Axis) -> Step:
+    if not isinstance(step, Accumulator):
+        return step
+    return replace(step, update=rewrite(step.update, lambda e: _power_of_two(e, axis) if _is_exp(e) else e))
+
+
+def _is_exp(e: Expr) -> bool:
+    return isinstance(e, Op) and e.name == "exp" and is_float(e.dtype) and bool(free_axes(e))
+
+
+def _power_of_two(e: Expr, axis: Axis) -> Expr:
+    (exponent,) = e.args  # type: ignore[union-attr]
+    base = math.log2(math.e)
+    if not isinstance(exponent, Op) or exponent.name not in ("add", "sub"):
+        core, factor = positive_factor(exponent)
+        return op("exp2", op("mul", core, const(factor * base, e.dtype), dtype=e.dtype), dtype=e.dtype)
+    cores = [positive_factor(a) for a in exponent.args]
+    whole = [(core, factor) for core, factor in cores if free_axes(core) == free_axes(e)]
+    if any(factor * base > 1 and may_be_huge(core, axis) for core, factor in whole):
+        # The lowest number of its type, as masks have it, would overflow; a difference of two does not.
+        return op("exp2", op("mul", exponent, const(base, e.dtype), dtype=e.dtype), dtype=e.dtype)
+    scaled = (op("mul", core, const(factor * base, e.dtype), dtype=e.dtype) for core, factor in cores)
+    return op("exp2", op(exponent.name, *scaled, dtype=e.dtype), dtype=e.dtype)
