@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._decomp import get_decompositions
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
@@ -62,7 +63,9 @@ def differentiable(
         partition_fn=parted,
         decompositions=_OPENED,
     )
-    return compiler(_opened(gm), inputs)
+    # A second backward pass (retain_graph) reads what is kept again: its memory is not given away.
+    with config.patch(donated_buffer=False):
+        return compiler(_opened(gm), inputs)
 
 
 def _boxed(compiler: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]) -> Any:

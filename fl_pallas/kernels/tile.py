@@ -392,6 +392,9 @@ class Evaluator:
         """left · right, summed over `axis`."""
         rows = tuple(a for a in left.axes if a != axis)
         columns = tuple(a for a in right.axes if a != axis)
+        if self.sorted_axes((*rows, *columns)) == (*columns, *rows):
+            # The other way round it needs no transposition, which goes through shared memory.
+            left, right, rows, columns = right, left, columns, rows
         contract = right.axes.index(axis) if len(right.axes) == 2 else 0
         a = self._matrix(left, (*rows, axis), len(rows))
         b = self._matrix(right, right.axes if len(right.axes) == 2 else (axis, *columns), 1)

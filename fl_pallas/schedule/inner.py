@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .expr import Axis, Expr, Op, Reduce, free_axes, reductions
+from .expr import Axis, Expr, Load, Op, Reduce, free_axes, reductions
 
 # Largest extent taken whole when the reduction is no matrix product (a vector of registers).
 MAX_WHOLE = 512
@@ -38,8 +38,11 @@ def as_product(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Product | None
     groups, plain, scale = _grouped(body, axis, tiled)
     if len(groups) < 2:
         return None
+    # What is a load alone goes to the matrix unit as it lies in memory: a vector scales another side.
+    scaled = next((n for n, g in enumerate(groups) if len(g) > 1 or not isinstance(g[0], Load)), 0)
+    groups[scaled] = (*groups[scaled], *plain)
     first, *rest = groups
-    return Product((*first, *plain), tuple(f for g in rest for f in g), scale)
+    return Product(first, tuple(f for g in rest for f in g), scale)
 
 
 def as_vector_product(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Product | None:

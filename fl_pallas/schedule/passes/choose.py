@@ -24,11 +24,13 @@ class Roles:
       features: taken whole by each program, for the expensive part of the loop does not depend on them.
       row: the axis that is tiled, because what the loop loads does not depend on it; None if none is.
       batch: taken one index at a time.
+      column: the other side of a product with the row, where no loop runs over it; None if there is none.
     """
 
     features: tuple[Axis, ...]
     row: Axis | None
     batch: tuple[Axis, ...]
+    column: Axis | None = None
 
 
 def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> Roles:
@@ -64,7 +66,20 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
     row = max(rest, key=reuse, default=None)
     if row is not None and loops and reuse(row)[0] == 0:
         row = None
-    return Roles(tuple(features), row, tuple(a for a in rest if a is not row))
+    column = None if loops else _other_side(row, rest, stores)
+    return Roles(tuple(features), row, tuple(a for a in rest if a not in (row, column)), column)
+
+
+def _other_side(row: Axis | None, rest: list[Axis], stores: tuple[Store, ...]) -> Axis | None:
+    """The axis of `rest` that the products with `row` have on their other side."""
+    products = [n for s in stores for n in walk(s.expr) if isinstance(n, Reduce) and n.kind == "sum"]
+    for r in products:
+        sides = [free_axes(f) for f in factors(r.body) if r.axis in free_axes(f)]
+        if any(row in s for s in sides):
+            others = [a for a in rest if any(a in s for s in sides) and not any({a, row} <= s for s in sides)]
+            if others:
+                return max(others, key=lambda a: (a.extent, a.name))
+    return None
 
 
 def width(n: Load) -> int:
@@ -164,6 +179,8 @@ def _fitting(
         tiles = dict(fixed)
         if kinds.row is not None:
             tiles[kinds.row] = min(row, max(MIN_TILE, power_of_two(kinds.row.extent)))
+        if kinds.column is not None:
+            tiles[kinds.column] = min(column, max(MIN_TILE, power_of_two(kinds.column.extent)))
         for loop in loops:
             tiles[loop.axis] = min(column, max(MIN_TILE, power_of_two(loop.axis.extent)))
         wanted = weight * _registers(tiles, loops, stores, frozenset(kinds.features))

@@ -9,7 +9,7 @@ from ..build import substitute
 from ..expr import Axis, Expr, Reduce, free_axes, index, load, loads, reductions, ref, walk
 from ..program import Value
 from .fuse import Fused, Output, join_group
-from .stream import MAX_COVERED, parallel_axes
+from .stream import MAX_COVERED, parallel_axes, streamed
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ def _repeated(fused: Fused) -> list[_Cut]:
         for r in reductions(o.expr):
             bound = free_axes(r) - parallel
             large = r.axis.extent > 2 * MAX_COVERED or bool(reductions(r.body))
-            if bound and large and (_around(o.expr, r) - free_axes(r) or _is_summed(o.expr, r)):
+            again = _around(o.expr, r) - free_axes(r) or _is_summed(o.expr, r) if bound else _is_spread(o, r, parallel)
+            if large and again:
                 found[r] = None
     # Outer reductions contain inner ones: the outermost leads, with what else has its shape.
     ordered = sorted(found, key=lambda r: sum(r in reductions(s) for s in found))
@@ -130,6 +131,20 @@ def _is_summed(e: Expr, r: Reduce) -> bool:
     size = math.prod(a.extent for a in free_axes(r))
     most = max((math.prod(a.extent for i in n.index for a in free_axes(i)) for n in loads(r.body)), default=0)
     return size <= most and any(s.kind == "sum" and s is not r and r in reductions(s.body) for s in reductions(e))
+
+
+def _is_spread(o: Output, r: Reduce, parallel: frozenset[Axis]) -> bool:
+    """Whether `o` is a matrix along an axis of which its loops, `r` among them, know nothing.
+
+    They would be run for each tile of that axis (weights that are returned, normalised by their sum).
+    """
+    loops = streamed(o.expr, tuple(parallel))
+    inside = {n for s in loops for n in reductions(s.body)}
+    if r not in loops or r in inside:
+        return False
+    known = frozenset().union(*map(free_axes, loops))
+    outer = [free_axes(n) for n in reductions(o.expr) if n not in inside and n not in loops]
+    return any(axes & known and (axes & parallel) - known for axes in outer)
 
 
 def _around(e: Expr, r: Reduce) -> frozenset[Axis]:

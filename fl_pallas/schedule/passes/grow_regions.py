@@ -102,6 +102,9 @@ def grow_regions(program: Program) -> Growth:
         if blocker is not None and blocker[1] is RETURNED and (other := _turned(program, seed)) is not None:
             # What both sides share may be what is reduced: s[i, j] + v[j, d], by max over j.
             seed, blocker = (other, None) if _grow(program, other) is None else (seed, blocker)
+        if blocker is not None and blocker[1] is RETURNED and seed.large < seed.members.keys():
+            # It reaches memory in any case, but once.
+            blocker = _close(program, seed)
         if blocker is None:
             grown.append(seed)
         elif seed.rows and seed.cols:

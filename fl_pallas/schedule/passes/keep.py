@@ -43,7 +43,10 @@ def keep(
             saved.add(v.name)
         else:
             stack += v.reads
-    facts = tuple(_inlined(whole, v, saved) for v in whole.values if v.name in cheap - later and _is_sum(v))
+    # A result may be known in the dimensions in which the user sees it, and in those of the product that made it.
+    sums = {v.name: v.numel for v in whole.values if v.name in cheap - later and _is_sum(v)}
+    seen_as = (v for v in whole.values if sums.get(root_of(whole, v.name)) == v.numel and v.name not in later)
+    facts = tuple(_inlined(whole, v, saved) for v in seen_as)
     used = _used(whole, backward, saved, facts)
     return frozenset(saved | used), tuple(f for f in facts if f.name in used)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from ..build import cast, op, select, substitute
 from ..dtype import is_float
 from ..expr import Axis, Expr, Op, Reduce, Ref, const, free_axes, index, reductions, ref, walk
+from ..inner import factors
 from ..laws import Nonseparable, Scope, Term, may_be_huge, non_negative, positive_factor, separate, split_sum
 from ..plan import Accumulator, Anchor, Loop, Step, Store
 from .fuse import Fused
@@ -69,8 +70,22 @@ def streamed(e: Expr, parallel: tuple[Axis, ...]) -> list[Reduce]:
 
 
 def is_covered(r: Reduce) -> bool:
-    """Whether a reduction is small and plain enough to be taken whole."""
-    return r.axis.extent <= MAX_COVERED and not reductions(r.body)
+    """Whether a reduction is small and plain enough to be taken whole, or is taken one index at a time."""
+    return r.axis.extent <= MAX_COVERED and not reductions(r.body) or is_batch_sum(r)
+
+
+def is_batch_sum(r: Reduce) -> bool:
+    """Whether `r` sums products of matrices, each of whose factors is another for each index: it is no side of them,
+    and a tile of the products is summed over it (the gradient of a bias that a batch shares)."""
+    inner = reductions(r.body)
+    products = [[f for f in factors(c.body) if c.axis in free_axes(f)] for c in inner]
+    return (
+        r.kind == "sum"
+        and bool(inner)
+        and all(
+            is_covered(c) and len(fs) > 1 and all(r.axis in free_axes(f) for f in fs) for c, fs in zip(inner, products)
+        )
+    )
 
 
 def _place(r: Reduce, body: Expr, state: _Streams) -> Expr:
