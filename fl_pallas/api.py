@@ -99,10 +99,14 @@ def explain(fn: Any, *args: Any, **kwargs: Any) -> Explanation:
 def _differentiate(out: Any) -> None:
     """Run the backward pass of a result, for what it compiles; no gradient is kept."""
     outs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-    before = [edge for o in outs for edge in o.grad_fn.next_functions if edge[0] is not None]  # type: ignore[union-attr]
+    before = [
+        GradientEdge(node, n)
+        for o in outs
+        for node, n in o.grad_fn.next_functions
+        if node is not None  # type: ignore[union-attr]
+    ]
     if before:
-        ones = [torch.ones_like(o) for o in outs]
-        torch.autograd.grad(outs, [GradientEdge(*edge) for edge in before], ones, allow_unused=True)
+        torch.autograd.grad(outs, before, [torch.ones_like(o) for o in outs], allow_unused=True)
 
 
 def _compiled(fn: Any, backend: Backend) -> Any:

@@ -58,7 +58,7 @@ def differentiable(
         return _extract_fwd_bwd_modules(joint, saved, [], num_fwd_outputs=num_fwd_outputs)
 
     compiler = aot_autograd(
-        fw_compiler=_boxed(lambda *graph: forward(*graph, ())),
+        fw_compiler=_boxed(lambda gm, args: forward(gm, args, ())),
         bw_compiler=_boxed(lambda gm, args: backward(_without_needs(gm), args, tuple(facts))),
         partition_fn=parted,
         decompositions=_OPENED,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import triton
 from triton import knobs
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 
 from ..errors import Unsupported
 from .lower import Lowered
@@ -41,20 +44,49 @@ class Cubin:
     asm: dict[str, str]
 
 
+def simplified(lowered: Lowered, capability: int) -> Lowered:
+    """The same kernel after the passes that Triton runs on Triton IR, and leaves out for IR that it is given.
+
+    One of them lets a matrix product add to an accumulator in place: `a * c + dot(p, v)` needs no registers for
+    the product.
+
+    Raises: Unsupported, with the compiler's words.
+    """
+    context = ir.context()
+    ir.load_dialects(context)
+    CUDABackend(GPUTarget("cuda", capability, WARP)).load_dialects(context)
+    with _file(lowered) as path:
+        try:
+            module = ir.parse_mlir_module(path, context)
+            module.context = context
+            module = CUDABackend.make_ttir(module, {}, None, capability)
+        except Exception as e:
+            raise Unsupported(lowered.name, f"Triton cannot simplify it for sm_{capability}: {e}") from e
+    return replace(lowered, ttir=module.str_nodebug())
+
+
 def compile_kernel(lowered: Lowered, capability: int) -> Any:
     """Compile Triton IR to triton's own CompiledKernel (launchable where there is a GPU).
 
     Raises: Unsupported, with the compiler's words.
     """
-    # Triton takes IR from a file alone; its cache goes by the text and not by the path.
+    with _file(lowered) as path:
+        options = {"num_warps": lowered.warps, "num_stages": lowered.stages, "enable_fp_fusion": True}
+        if lowered.registers:
+            options["maxnreg"] = lowered.registers
+        try:
+            return triton.compile(path, target=GPUTarget("cuda", capability, WARP), options=options)
+        except Exception as e:  # LLVM, ptxas and MLIR each have their own
+            raise Unsupported(lowered.name, f"Triton cannot compile it for sm_{capability}: {e}") from e
+
+
+@contextlib.contextmanager
+def _file(lowered: Lowered) -> Iterator[str]:
+    """The path of a file with a kernel's IR: Triton takes it from there alone, and its cache goes by the text."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{lowered.name}.ttir"
         path.write_text(lowered.ttir)
-        options = {"num_warps": lowered.warps, "num_stages": lowered.stages, "enable_fp_fusion": True}
-        try:
-            return triton.compile(str(path), target=GPUTarget("cuda", capability, WARP), options=options)
-        except Exception as e:  # LLVM, ptxas and MLIR each have their own
-            raise Unsupported(lowered.name, f"Triton cannot compile it for sm_{capability}: {e}") from e
+        yield str(path)
 
 
 def compile_ttir(lowered: Lowered, capability: int) -> Cubin:
@@ -68,16 +100,28 @@ def compile_ttir(lowered: Lowered, capability: int) -> Cubin:
     return Cubin(kernel.asm["cubin"], capability, registers, stack, kernel.metadata.shared, texts)
 
 
+def is_serial(cubin: Cubin) -> bool:
+    """Whether ptxas lets each asynchronous matrix instruction end before the next begins.
+
+    It does so, with a warning that Triton keeps to itself, where an accumulator passes from one loop to another while
+    a product is under way.
+    """
+    products = cubin.asm["ttgir"].count("warp_group_dot ")
+    return products > 0 and _dumped(cubin.binary, "--dump-sass").count("WARPGROUP.ARRIVE") > products
+
+
 def resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack) of a thread of the kernel, as `cuobjdump` (shipped with triton) tells."""
-    fd, path = tempfile.mkstemp(suffix=".cubin")
-    try:
-        with os.fdopen(fd, "wb") as f:
-            f.write(cubin)
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", path]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    finally:
-        os.unlink(path)
+    """(registers, bytes of stack) of a thread of the kernel."""
+    text = _dumped(cubin, "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, text
     return int(found[1]), int(found[2])
+
+
+def _dumped(cubin: bytes, what: str) -> str:
+    """What `cuobjdump` (shipped with triton) tells of a cubin."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, what, str(path)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout

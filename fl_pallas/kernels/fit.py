@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import Unsupported
 from ..schedule.plan import Choices, KernelPlan
-from ..schedule.target import target_of
-from .cubin import Cubin, compile_ttir
+from ..schedule.target import Target, target_of
+from .cubin import WARP, Cubin, compile_ttir, is_serial, simplified
 from .lower import Lowered
 from .reproducers import off_the_terminal
 
 # Bytes of spilled registers that a thread may have; a few, outside of the loop, do no harm.
 SPILL = 64
+# A multiprocessor's registers and warps; registers are handed out to a thread in such steps; shared memory that a
+# program takes besides its own.
+REGISTERS, WARPS, STEP, RESERVED = 65536, 64, 8, 1024
+# The part of its registers that a thread may be left with for another program to run beside, and the least of them:
+# with fewer there are programs enough, and ptxas may refuse.
+ENOUGH, LEAST = 0.9, 96
 
 
 @dataclass(frozen=True)
@@ -35,18 +43,21 @@ def fitting(
       plan: with its choices, best first.
       lower: a plan to Triton IR.
       capability: compute capability of the device; 90 is sm_90.
-      count: how many are wanted; as many are compiled at once.
+      count: how many are wanted; as many are compiled at once. With several, the first may come in two forms.
 
     Raises: Unsupported if none compiles and fits shared memory.
     """
-    waiting = [plan.choices, *plan.others]
+    lowered = functools.cache(lambda choices: lower(plan.with_choices(choices)))
+    first, *more = _forms(lowered(plan.choices), capability, count)
+    waiting = [(plan.choices, form) for form in (first, *more)] + [(c, first) for c in plan.others]
+    count += len(more)
     fit: list[Fitted] = []
     spilling: list[Fitted] = []
     refusal: Unsupported | None = None
     while waiting and len(fit) < count:
         batch, waiting = waiting[: count - len(fit)], waiting[count - len(fit) :]
         with off_the_terminal():
-            tried = _tried(plan, batch, lower, capability)
+            tried = _tried(plan.name, batch, lowered, capability)
         for made in tried:
             if isinstance(made, Unsupported):
                 refusal = refusal or made
@@ -62,21 +73,56 @@ def fitting(
 
 
 def _tried(
-    plan: KernelPlan, batch: Iterable[Choices], lower: Callable[[KernelPlan], Lowered], capability: int
+    name: str, batch: Iterable[tuple[Choices, bool]], lower: Callable[[Choices], Lowered], capability: int
 ) -> list[Fitted | Unsupported]:
-    def one(choices: Choices) -> Fitted | Unsupported:
+    """Choices and whether products add in place, compiled; or why not."""
+
+    def one(candidate: tuple[Choices, bool]) -> Fitted | Unsupported:
+        choices, in_place = candidate
         try:
-            lowered = lower(plan.with_choices(choices))
+            lowered = simplified(lower(choices), capability) if in_place else lower(choices)
             cubin = compile_ttir(lowered, capability)
         except Unsupported as refusal:
             return refusal
-        limit = target_of(capability).shared_bytes
-        if cubin.shared > limit:
-            return Unsupported(plan.name, f"{cubin.shared} bytes of shared memory, and sm_{capability} has {limit}")
-        return Fitted(choices, lowered, cubin)
+        target = target_of(capability)
+        if cubin.shared > target.shared_bytes:
+            have = f"sm_{capability} has {target.shared_bytes}"
+            return Unsupported(name, f"{cubin.shared} bytes of shared memory, and {have}")
+        fitted = Fitted(choices, lowered, cubin)
+        return _closer(fitted, target) or fitted
 
     batch = list(batch)
     if len(batch) == 1:
         return [one(batch[0])]
     with ThreadPoolExecutor(len(batch)) as pool:
         return list(pool.map(one, batch))
+
+
+def _forms(lowered: Lowered, capability: int, count: int) -> tuple[bool, ...]:
+    """Whether to simplify a kernel, so that products add to their accumulators in place; or both, for tuning to tell.
+
+    In place takes fewer registers, and a product has to wait until its accumulator has been corrected. Not where an
+    accumulator passes from one loop to another, if ptxas would have all products wait for each other then.
+    """
+    if lowered.ttir.count("scf.for") > 1:
+        with contextlib.suppress(Unsupported):
+            if is_serial(compile_ttir(simplified(lowered, capability), capability)):
+                return (False,)
+    return (True, False) if count > 1 and "tt.dot" in lowered.ttir else (True,)
+
+
+def _closer(fitted: Fitted, target: Target) -> Fitted | None:
+    """The kernel with a few registers less, if one more program fits beside it then and nothing is spilled."""
+    cubin, threads = fitted.cubin, fitted.lowered.warps * WARP
+    steps = -(-cubin.registers // STEP) * STEP
+    programs = 1 + REGISTERS // (threads * steps)
+    registers = REGISTERS // (threads * programs) // STEP * STEP
+    room = min(WARPS // fitted.lowered.warps, (target.shared_bytes + RESERVED) // (cubin.shared + RESERVED))
+    if programs > room or registers < max(LEAST, ENOUGH * cubin.registers):
+        return None
+    lowered = replace(fitted.lowered, registers=registers)
+    try:
+        tighter = compile_ttir(lowered, cubin.capability)
+    except Unsupported:  # some matrix instructions want more
+        return None
+    return None if tighter.stack > cubin.stack else Fitted(fitted.choices, lowered, tighter)

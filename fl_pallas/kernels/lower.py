@@ -45,6 +45,7 @@ class Lowered:
       stages: depth of the software pipeline.
       operands: names of the tensors read, in order.
       outputs: names of the tensors written, in order.
+      registers: the most that a thread may have; 0 for as many as there are.
     """
 
     ttir: str
@@ -54,6 +55,7 @@ class Lowered:
     stages: int
     operands: tuple[str, ...]
     outputs: tuple[str, ...]
+    registers: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

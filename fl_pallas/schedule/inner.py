@@ -39,7 +39,7 @@ def as_product(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Product | None
     if len(groups) < 2:
         return None
     # What is a load alone goes to the matrix unit as it lies in memory: a vector scales another side.
-    scaled = next((n for n, g in enumerate(groups) if len(g) > 1 or not isinstance(g[0], Load)), 0)
+    scaled = next((n for n, g in enumerate(groups) if not all(isinstance(f, Load) for f in g)), 0)
     groups[scaled] = (*groups[scaled], *plain)
     first, *rest = groups
     return Product(first, tuple(f for g in rest for f in g), scale)

@@ -7,14 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .dtype import compute_dtype, itemsize
+from .expr import Expr
 from .passes.build_plan import build_plan
 from .passes.cut import cut_apart
 from .passes.exchange import exchange
+from .passes.expand_squares import expand_squares
 from .passes.fuse import Fused, Output, fuse
-from .passes.group_rows import group_rows
+from .passes.group_rows import group_features, group_rows
 from .passes.grow_regions import Region, Rejected, grow_regions
+from .passes.lay_out import lay_out
 from .passes.part import part_chains, part_outputs, work_of_a_warp
 from .passes.resolve_views import resolve_views
+from .passes.share import loading, share
 from .passes.skip_tiles import skip_tiles
 from .passes.split_loop import split_loop
 from .passes.split_reductions import split_reductions
@@ -27,6 +31,7 @@ from .text import fused_text, growth_text, plan_text, program_text
 from .verify import verify_plan, verify_program
 
 Record = Callable[[str, str], None]
+Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ def schedule(
     growth = grow_regions(program)
     record("grow_regions", growth_text(growth))
     compute = compute_dtype([v.dtype for v in program.values if v.axes])
+    shapes: Shapes = {v.name: v.shape for v in (*program.values, *program.facts)}
     kernels = []
     rejected = list(growth.rejected)
     for n, region in enumerate(growth.regions):
@@ -74,24 +80,41 @@ def schedule(
         groups = tuple(without_divisions(split_reductions(fused)) for fused in (*short, *groups))
         for fused in groups:
             record("split_reductions", fused_text(fused))
+        groups = tuple(map(expand_squares, groups))
+        for fused in groups:
+            record("expand_squares", fused_text(fused))
         parts = cut_apart(groups, f"r{n}")
         rejected += _stored(program, region, [o for part in parts for o in part.outputs])
         for part in parts:
             record("cut", fused_text(part))
-            for group in part_outputs(part, compute):
-                for made in _planned(group, f"r{n}_k", len(plans), compute, target):
-                    if verify:
-                        verify_plan(made)
-                    record("plan", plan_text(made))
-                    plans.append(made)
+            apart = part_outputs(part, compute)
+            held: dict[Expr, Expr] = {}
+            if shared := share(apart, f"r{n}_s{len(plans)}", compute, shapes):
+                storing, held = shared
+                plans += lay_out(storing, shapes)
+                shapes[storing.name] = storing.stores[0].shape
+            for group in apart:
+                plans += _planned(group, held, f"r{n}_k", len(plans), compute, shapes, target)
+        for plan in plans:
+            if verify:
+                verify_plan(plan)
+            record("plan", plan_text(plan))
         kernels.append(tuple(plans))
     return Schedule(program, growth.regions, tuple(kernels), tuple(rejected))
 
 
-def _planned(part: Fused, name: str, number: int, compute: str, target: Target) -> list[KernelPlan]:
-    """The kernels of one part, named by `name` and a number from `number` on."""
+def _planned(
+    part: Fused, held: dict[Expr, Expr], name: str, number: int, compute: str, shapes: Shapes, target: Target
+) -> list[KernelPlan]:
+    """The kernels of one part, named by `name` and a number from `number` on.
+
+    Args:
+      held: what is loaded in place of an expression.
+      shapes: of what is loaded, by name.
+    """
     loops, stores, notes = stream(part, compute)
-    parallel, loops, stores = group_rows(parallel_axes(part), tuple(map(with_exp2, loops)), stores)
+    loops = tuple(map(with_exp2, loading(loops, held)))
+    parallel, loops, stores = group_rows(*group_features(parallel_axes(part), loops, stores))
 
     def built(loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> KernelPlan:
         return build_plan(name, parallel, loops, stores, notes, compute, target)
@@ -106,7 +129,9 @@ def _planned(part: Fused, name: str, number: int, compute: str, target: Target) 
     plans: list[KernelPlan] = []
     for kernel in kernels:
         *tables, plan = skip_tiles(replace(kernel, name=f"{name}{number + len(plans)}"))
-        plans.extend((*tables, *split_loop(plan, f"{name}{number + len(plans) + 1}", target)))
+        *copies, plan = lay_out(plan, shapes)
+        plans.extend((*tables, *copies, *split_loop(plan, f"{name}{number + len(plans) + 1}", target)))
+        shapes |= {s.name: s.shape for made in plans for s in made.stores}
     return plans
 
 

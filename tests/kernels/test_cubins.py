@@ -6,6 +6,7 @@ import functools
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 import fl_pallas as fl
 from fl_pallas.bridge.dlpack import DlpackKernel, matmul_precision
 from fl_pallas.capture.dtypes import torch_dtype
-from fl_pallas.kernels.cubin import compile_ttir
+from fl_pallas.kernels.cubin import Cubin, compile_ttir, is_serial, simplified
 from fl_pallas.kernels.fit import SPILL, fitting
 from fl_pallas.kernels.lower import Lowered, lower_contiguous
 from fl_pallas.kernels.triton import operand_names
@@ -103,6 +104,29 @@ def test_uses_the_matrix_units(capability: int, instruction: str) -> None:
     assert "cp.async.cg" in cubin.asm["ptx"], "no 16-byte asynchronous copies"
 
 
+def test_products_accumulate_in_place() -> None:
+    """Otherwise a product needs registers of its own beside the accumulator it is added to."""
+    ((plan, lower),) = kernels_of("vanilla", torch.bfloat16)
+    rows, features = (plan.choices.tile(plan.grid[n]) for n in (-2, -1))
+
+    def added(kernel: Lowered) -> int:
+        """Additions to the tile of outputs."""
+        lines = compile_ttir(kernel, 90).asm["ttgir"].splitlines()
+        return sum("arith.addf" in line and f"tensor<{rows}x{features}xf32" in line for line in lines)
+
+    assert added(lower(plan)) > 0
+    assert added(simplified(lower(plan), 90)) == 0
+
+
+def test_products_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two loops that add to one accumulator: in place, its products would wait for each other."""
+    monkeypatch.setitem(globals(), "SEQ", 512)
+    ((plan, lower),) = kernels_of.__wrapped__("causal_where", torch.bfloat16)
+    assert is_serial(compile_ttir(simplified(lower(plan), 90), 90))
+    (made,) = fitting(plan, lower, 90)
+    assert not is_serial(made.cubin)
+
+
 def test_alignment_reaches_the_loads() -> None:
     kernel = lowered("vanilla", torch.bfloat16)
     odd = kernel.aligned([2, 2, 2, 16])
@@ -117,3 +141,20 @@ def test_refuses_what_does_not_compile() -> None:
         compile_ttir(broken, 90)
     assert os.environ["TRITON_CACHE_DIR"]
     assert kernel.programs > 0
+
+
+@pytest.mark.parametrize("registers, cap", [(136, 128), (128, 0), (160, 0)])
+def test_makes_room_for_another_program(registers: int, cap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 threads of 136 registers leave no room for a second program; with 128 there is."""
+    (plan, lower), *_ = kernels_of("vanilla", torch.bfloat16)
+    made = lower(plan.with_choices(replace(plan.choices, warps=8)))
+    asked = []
+
+    def compiled(lowered: Lowered, capability: int) -> Cubin:
+        asked.append(lowered.registers)
+        return Cubin(b"", capability, lowered.registers or registers, 0, 4096, {"ttgir": ""})
+
+    monkeypatch.setattr("fl_pallas.kernels.fit.compile_ttir", compiled)
+    (found,) = fitting(plan, lambda _: made, 90)
+    assert (found.lowered.registers, found.cubin.registers) == (cap, cap or registers)
+    assert asked[-1] == cap

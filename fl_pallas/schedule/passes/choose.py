@@ -91,14 +91,17 @@ def width(n: Load) -> int:
 PREFERRED = (
     (64, 64, 4, 3),
     (128, 128, 4, 3),
+    (64, 32, 4, 3),
+    (128, 32, 4, 3),
     (64, 64, 4, 2),
     (128, 128, 8, 3),
     (64, 64, 8, 2),
     (128, 64, 8, 3),
-    (64, 32, 4, 3),
     (64, 32, 8, 3),
+    (32, 64, 4, 3),
     (32, 32, 4, 3),
     (32, 32, 8, 3),
+    (16, 64, 4, 3),
     (16, 32, 4, 3),
     (16, 16, 4, 3),
     (16, 16, 8, 3),
@@ -184,7 +187,19 @@ def _fitting(
         fits = wanted <= SLACK * target.registers * 32 * warps
         choices = Choices(tuple(tiles.items()), warps, stages)
         (fitting if fits else narrower).append(choices)
-    return list(dict.fromkeys(fitting or narrower[-1:]))
+    return _busier(list(dict.fromkeys(fitting or narrower[-1:])), {loop.axis for loop in loops}, target)
+
+
+def _busier(ways: list[Choices], streamed: set[Axis], target: Target) -> list[Choices]:
+    """The pick; if it leaves half of the processors idle, those of more programs next, for tuning tries few."""
+
+    def programs(c: Choices) -> int:
+        return math.prod(-(-a.extent // n) for a, n in c.tiles if a not in streamed)
+
+    pick, *others = ways
+    if 2 * programs(pick) >= target.processors:
+        return ways
+    return [pick, *sorted(others, key=lambda c: programs(c) <= programs(pick))]
 
 
 def _registers(

@@ -1,4 +1,6 @@
-"""Rows for short queries: axes that share what the loop loads become one row axis, so that it is loaded once.
+"""Several axes as one: rows for short queries, and features that lie side by side.
+
+Axes that share what the loop loads become one row axis, so that it is loaded once.
 
 Before: one query, 8 heads on 2 heads of keys: `q[h, 0, d] * k[h // 4, j, d]`, a program for each h.
 After h = 4·g + m:                            `q[4·g + m, 0, d] * k[g, j, d]`, a program for each g, with rows m.
@@ -36,6 +38,33 @@ def group_rows(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tupl
     kinds = roles(*kernel)
     together = _sharing(kernel[0], kernel[1], kinds)
     return _merged(kernel, together) if len(together) > 1 else kernel
+
+
+def group_features(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> Kernel:
+    """(parallel axes, loops, stores) with features that lie side by side wherever they are read or written as one.
+
+    Before: `v[j, p, 0..2]`, a tile of 8 by 4 for 8 points of 3 coordinates. After: a row of 24 elements.
+    """
+    kernel = parallel, loops, stores
+    features = roles(*kernel).features
+    for store in stores:
+        own = [a for a in store.axes if a in features]
+        if len(own) > 1 and _side_by_side(own, kernel):
+            kernel = _merged(kernel, own)
+    return kernel
+
+
+def _side_by_side(axes: list[Axis], kernel: Kernel) -> bool:
+    """Whether all of `axes` index neighbouring dimensions, in order, of whatever one of them does."""
+    _, loops, stores = kernel
+    exprs = [s.update for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
+    places = [n.index for e in (*exprs, *(s.expr for s in stores)) for n in loads(e)] + [s.index for s in stores]
+    run = tuple(map(index, axes))
+    return all(
+        any(place[k : k + len(run)] == run for k in range(len(place)))
+        for place in places
+        if any(free_axes(i) & set(axes) for i in place)
+    )
 
 
 def streams(loops: Iterable[Loop]) -> set[Load]:

@@ -1,0 +1,111 @@
+"""Layouts: an operand whose tiles lie scattered in memory is copied once, in the order in which they are read.
+
+Before: the program of a head reads tiles of `bias[x0, j0, h]`, the heads innermost: every element from another sector.
+After: a small kernel stores `copy[h, x0, j0]`, and tiles are runs of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from ..build import rewrite
+from ..dtype import is_float, itemsize
+from ..expr import Axis, Expr, Load, free_axes, index, load, loads
+from ..inner import power_of_two
+from ..plan import Accumulator, Choices, KernelPlan, Loop, Step, Store
+
+# What memory hands over at once, bytes.
+SECTOR = 32
+# What a GPU moves in the time of a launch, bytes.
+LAUNCH = 2**23
+# Elements of a tile of the copying kernel, and the most along what was innermost.
+COPIED_AT_ONCE, MAX_INNERMOST = 2048, 64
+
+
+def lay_out(plan: KernelPlan, shapes: Mapping[str, tuple[int, ...]]) -> tuple[KernelPlan, ...]:
+    """The kernels that copy operands, and `plan` reading the copies; `plan` alone where no copy pays.
+
+    An operand is taken to lie as a new tensor of its shape does.
+
+    Args:
+      shapes: of what plans may read, by name.
+    """
+    copies: list[KernelPlan] = []
+    notes: list[str] = []
+    orders: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for node in dict.fromkeys(n for e in _bodies(plan) for n in loads(e)):
+        order = _better_order(node, plan, shapes[node.source])
+        if order is not None and node.source not in orders:
+            name = f"{plan.name}_c{len(copies)}"
+            copies.append(_copying(node, name, shapes[node.source], order))
+            orders[node.source] = name, order
+            notes.append(f"{node.source} is copied to {name}, for its tiles lie scattered")
+
+    def rule(n: Expr) -> Expr:
+        if not isinstance(n, Load) or n.source not in orders:
+            return n
+        name, order = orders[n.source]
+        return load(name, tuple(n.index[k] for k in order), n.dtype)
+
+    return (*copies, replace(_rewritten(plan, rule), notes=(*plan.notes, *notes)) if copies else plan)
+
+
+def _bodies(plan: KernelPlan) -> list[Expr]:
+    """What is evaluated most often: the steps of the loops; the stores of a plan without any."""
+    steps = [s for loop in plan.loops for s in loop.steps]
+    return [s.update if isinstance(s, Accumulator) else s.value for s in steps] or [s.expr for s in plan.stores]
+
+
+def _better_order(node: Load, plan: KernelPlan, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The dimensions of a loaded tensor in a better order, innermost last; None if a copy would not pay."""
+    single = {a for a in plan.grid if plan.choices.tile(a) == 1}
+    wide = [k for k, i in enumerate(node.index) if free_axes(i) - single]
+    if len(wide) < 2 or not is_float(node.dtype):
+        return None
+    size = itemsize(node.dtype)
+    apart = min(SECTOR, size * math.prod(shape[wide[-1] + 1 :]))
+    read = _elements_read(node, plan)
+    if read * apart <= read * size + 2 * math.prod(shape) * size + LAUNCH:
+        return None
+    streamed = {loop.axis for loop in plan.loops}
+    inner = sorted(wide, key=lambda k: bool(free_axes(node.index[k]) & streamed))
+    return (*(k for k in range(len(shape)) if k not in wide), *inner)
+
+
+def _elements_read(node: Load, plan: KernelPlan) -> int:
+    """By all programs together."""
+    own = free_axes(node)
+    again = (-(-a.extent // (plan.choices.tile(a) or 1)) for a in plan.grid if a not in own)
+    return math.prod(a.extent for a in own) * math.prod(again)
+
+
+def _copying(node: Load, name: str, shape: tuple[int, ...], order: tuple[int, ...]) -> KernelPlan:
+    """The kernel that copies a tensor with its dimensions in another order."""
+    axes = [Axis(f"x{k}", n) for k, n in enumerate(shape)]
+    tiles = dict.fromkeys(axes, 1)
+    tiles[axes[-1]] = min(power_of_two(shape[-1]), MAX_INNERMOST)
+    last = axes[order[-1]]
+    tiles[last] = min(power_of_two(last.extent), COPIED_AT_ONCE // tiles[axes[-1]])
+    grid = tuple(axes[k] for k in order)
+    store = Store(name, grid, node.dtype, load(node.source, tuple(map(index, axes)), node.dtype))
+    used = tuple(a for a in grid if a.extent > 1)
+    choices = Choices(tuple((a, tiles[a]) for a in used), warps=4, stages=1)
+    return KernelPlan(name, used, (), (), (store,), "f32", choices)
+
+
+def _rewritten(plan: KernelPlan, rule: Callable[[Expr], Expr]) -> KernelPlan:
+    """A plan with `rule` applied to the nodes of what its loops and stores compute."""
+
+    def of_step(s: Step) -> Step:
+        if isinstance(s, Accumulator):
+            return replace(s, update=rewrite(s.update, rule))
+        return replace(s, value=rewrite(s.value, rule))
+
+    def of_loop(loop: Loop) -> Loop:
+        inner = loop.interior and replace(loop.interior, steps=tuple(map(of_step, loop.interior.steps)))
+        return replace(loop, steps=tuple(map(of_step, loop.steps)), interior=inner)
+
+    stores = tuple(replace(s, expr=rewrite(s.expr, rule)) for s in plan.stores)
+    return replace(plan, loops=tuple(map(of_loop, plan.loops)), stores=stores)

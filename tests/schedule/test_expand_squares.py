@@ -1,0 +1,69 @@
+"""Sums of squared differences as products of matrices, where bfloat16 leaves the bits for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import fl_pallas as fl
+from fl_pallas.schedule.text import plan_text
+from tests.oracle import run_and_check
+from tests.plan_evaluate import captured
+
+
+def summed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (-(q[:, None] - k[None]).pow(2).sum(-1) / 8).softmax(-1) @ v
+
+
+def twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The features as 8 points of 2 coordinates."""
+    a, b = q.unflatten(-1, (8, 2)), k.unflatten(-1, (8, 2))
+    return (-(a[:, None] - b[None]).pow(2).sum((-1, -2)) / 8).softmax(-1) @ v
+
+
+def unrolled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same, one coordinate after the other, and weighted."""
+    square = (q.unflatten(-1, (8, 2))[:, None] - k.unflatten(-1, (8, 2))[None]) ** 2
+    return (-(sum(square.unbind(-1)) * 0.25).sum(-1)).softmax(-1) @ v
+
+
+def text(fn, inputs) -> str:
+    return "\n".join(plan_text(p) for plans in captured(fn, inputs).made.kernels for p in plans)
+
+
+def inputs(dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(45, 16, dtype=dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize("fn", [summed, twice, unrolled])
+def test_becomes_a_product(fn, device: torch.device) -> None:
+    given = [t.to(device) for t in inputs(torch.bfloat16)]
+    assert "sum[r16]" in text(fn, given) and " * 2" in text(fn, given)
+    run_and_check(fn, fl.compile(fn), given)
+
+
+def test_points_that_coincide(device: torch.device) -> None:
+    """Far from the origin and on top of each other: what cancels must leave nothing."""
+    q, k, v = (t.to(device) for t in inputs(torch.bfloat16))
+    run_and_check(summed, fl.compile(summed), [q + 20, q + 20, v])
+    run_and_check(summed, fl.compile(summed), [q, k - 4, v])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_not_where_digits_would_be_lost(dtype: torch.dtype) -> None:
+    assert " * 2" not in text(summed, inputs(dtype))
+
+
+def test_not_what_was_computed() -> None:
+    """A factor in float32 before the difference: no product of such operands is exact."""
+    assert " * 2" not in text(lambda q, k, v: summed(q * 0.3, k, v), inputs(torch.bfloat16))
+
+
+def test_not_along_one_operand() -> None:
+    """Variance: the mean is no other side of a matrix."""
+
+    def spread(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT).softmax(-1) @ (v - v.mean(-1, keepdim=True)).pow(2)
+
+    assert " * 2" not in text(spread, inputs(torch.bfloat16))

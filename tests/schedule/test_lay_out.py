@@ -1,0 +1,61 @@
+"""Copies in another order: made where tiles lie scattered and it pays, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fl_pallas as fl
+from fl_pallas.schedule.passes import lay_out as laying
+from fl_pallas.schedule.plan import KernelPlan
+from tests.corpus.science import triangle_starting
+from tests.oracle import run_and_check
+from tests.plan_evaluate import captured
+
+
+def triangle(n: int, heads: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    q, k, v, gate = (torch.randn(n, n, heads, 16, dtype=dtype) for _ in range(4))
+    mask = (torch.rand(n, n) < 0.8).to(dtype)
+    mask[:, 0] = 1
+    return [q, k, v, torch.randn(n, n, heads, dtype=dtype), mask, gate]
+
+
+def plans(fn, inputs) -> list[KernelPlan]:
+    return [p for plans in captured(fn, inputs).made.kernels for p in plans]
+
+
+def test_heads_innermost() -> None:
+    copy, plan = plans(triangle_starting, triangle(128, 4))
+    (store,) = copy.stores
+    assert store.shape == (4, 128, 128)
+    assert not copy.loops and f"copied to {store.name}" in plan.notes[-1]
+
+
+def test_not_where_it_does_not_pay() -> None:
+    """Few are read, or heads are alone: the tiles are runs already."""
+    assert len(plans(triangle_starting, triangle(16, 4))) == 1
+    assert len(plans(triangle_starting, triangle(128, 1))) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_computes_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(laying, "LAUNCH", 0)
+    inputs = [t.to(device) for t in triangle(19, 3, dtype)]
+    assert len(plans(triangle_starting, inputs)) == 2
+    run_and_check(triangle_starting, fl.compile(triangle_starting), inputs)
+
+
+def test_both_loop_parts_read_the_copy(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """A causal mask: the tiles below the diagonal have steps of their own."""
+    monkeypatch.setattr(laying, "LAUNCH", 0)
+
+    def causal(q, k, v, bias):
+        i = torch.arange(q.shape[-2], device=q.device)
+        scores = (q @ k.mT + bias.permute(2, 0, 1)).masked_fill(i > i[:, None], float("-inf"))
+        return scores.softmax(-1) @ v
+
+    q, k, v = (torch.randn(8, 150, 16, device=device) for _ in range(3))
+    inputs = [q, k, v, torch.randn(150, 150, 8, device=device)]
+    copy, plan = plans(causal, inputs)
+    assert plan.loops[0].interior is not None and copy.stores[0].shape == (8, 150, 150)
+    run_and_check(causal, fl.compile(causal), inputs)
