@@ -24,6 +24,7 @@ from .passes.split_loop import split_loop
 from .passes.split_reductions import split_reductions
 from .passes.stream import parallel_axes, stream
 from .passes.strength import with_exp2, without_divisions
+from .passes.tabulate import tabulate
 from .plan import KernelPlan, Loop, Store
 from .program import Program
 from .target import HOPPER, Target
@@ -77,7 +78,8 @@ def schedule(
         for fused in groups:
             record("fuse", fused_text(fused))
         short, groups = exchange(groups, program.facts, f"r{n}", compute)
-        groups = tuple(without_divisions(split_reductions(fused)) for fused in (*short, *groups))
+        groups = tuple(without_divisions(split_reductions(fused), program.facts) for fused in groups)
+        groups = tabulate(short, groups, f"r{n}", compute)
         for fused in groups:
             record("split_reductions", fused_text(fused))
         groups = tuple(map(expand_squares, groups))

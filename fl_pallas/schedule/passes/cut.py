@@ -71,7 +71,7 @@ def _sharing(outputs: tuple[Output, ...]) -> list[list[Output]]:
     for o in outputs:
         own = set(reductions(o.expr))
         for found, kernel in kernels:
-            if found & own or not own and not found:
+            if found & own or not own and kernel[0].axes == o.axes:
                 found |= own
                 kernel.append(o)
                 break

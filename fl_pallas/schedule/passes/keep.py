@@ -47,8 +47,8 @@ def keep(
     sums = {v.name: v.numel for v in whole.values if v.name in cheap - later and _is_sum(v)}
     seen_as = (v for v in whole.values if sums.get(root_of(whole, v.name)) == v.numel and v.name not in later)
     facts = tuple(_inlined(whole, v, saved) for v in seen_as)
-    used = _used(whole, backward, saved, facts)
-    return frozenset(saved | used), tuple(f for f in facts if f.name in used)
+    known = _used(whole, backward, saved, facts) | {f.name for f in facts if f.name in saved}
+    return frozenset(saved | known), tuple(f for f in facts if f.name in known)
 
 
 def _kept(program: Program) -> frozenset[str]:

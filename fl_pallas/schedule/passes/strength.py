@@ -3,21 +3,49 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..build import op, rewrite
 from ..dtype import is_float
-from ..expr import Axis, Const, Expr, Op, const, free_axes
+from ..expr import Axis, Const, Expr, Load, Op, Reduce, const, free_axes
 from ..laws import may_be_huge, positive_factor
 from ..plan import Accumulator, Loop, Step
+from ..program import Value
 from .fuse import Fused
 
 
-def without_divisions(fused: Fused) -> Fused:
+def without_divisions(fused: Fused, facts: Sequence[Value] = ()) -> Fused:
     """Before: `x[i, j] / y[i]`, `x / 3`. After: `x[i, j] * (1 / y[i])`, `x * 0.333…`: one division a row, not one an
     element. Constant factors become one, and `p * a - p * b` is `p * (a - b)`.
+
+    With what `facts` know to be a sum of exponentials, `exp(x[i, j] - m[i]) / l[i]` is `exp(x[i, j] - (m[i] + log l))`.
     """
-    return Fused(tuple(replace(o, expr=rewrite(o.expr, _multiplied)) for o in fused.outputs))
+    positive = frozenset(f.name for f in facts if f.expr is not None and _is_positive(f.expr))
+
+    def rule(e: Expr) -> Expr:
+        return _into_exponent(_multiplied(e), positive)
+
+    return Fused(tuple(replace(o, expr=rewrite(o.expr, rule)) for o in fused.outputs))
+
+
+def _is_positive(e: Expr) -> bool:
+    return isinstance(e, Reduce) and e.kind == "sum" and isinstance(e.body, Op) and e.body.name == "exp"
+
+
+def _into_exponent(e: Expr, positive: frozenset[str]) -> Expr:
+    """`exp(a - b) * (1 / l)` as `exp(a - (b + log(l)))`; `b` and `l`, a load known to be positive, are of a row."""
+    if not isinstance(e, Op) or e.name != "mul":
+        return e
+    for power, inverse in (e.args, e.args[::-1]):
+        if isinstance(power, Op) and power.name == "exp" and isinstance(inverse, Op) and inverse.name == "div":
+            exponent, by = power.args[0], inverse.args[1]
+            if not isinstance(by, Load) or by.source not in positive or inverse.args[0] is not const(1.0, e.dtype):
+                continue
+            if isinstance(exponent, Op) and exponent.name == "sub" and free_axes(exponent.args[1]) == free_axes(by):
+                row = op("add", exponent.args[1], op("log", by, dtype=e.dtype), dtype=e.dtype)
+                return op("exp", op("sub", exponent.args[0], row, dtype=e.dtype), dtype=e.dtype)
+    return e
 
 
 def _multiplied(e: Expr) -> Expr:
