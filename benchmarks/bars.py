@@ -87,7 +87,8 @@ def speedups(cells: Cells, names: Iterable[str], *rivals: str, key: str = "ms") 
 def bars(measured: Cells) -> list[Bar]:
     """Every bar, in the order of the plan. What a file lacks of the suite counts as missing."""
     cells = {name: measured.get(name, {"rivals": {}}) for name in EXPECTED}
-    return [*_flex(cells), *_others(cells), *_decode(cells), *_process(cells), *_errors(cells)]
+    found = (_flex(cells), _others(cells), _decode(cells), _process(cells), _training(cells), _errors(cells))
+    return [bar for group in found for bar in group]
 
 
 def _flex(cells: Cells) -> Iterator[Bar]:
@@ -172,11 +173,39 @@ def _process(cells: Cells) -> Iterator[Bar]:
     yield _worst("memory", "MiB beside inputs and outputs, S = 262144, each of three masks runs", 256, peaks, True)
 
 
+def _training(cells: Cells) -> Iterator[Bar]:
+    ratios = speedups(cells, matching(cells, "training/flex/*"), "flex")
+    yield _mean("FlexAttention, backward", "seven variants, geometric mean", 1.15, ratios)
+    yield _worst("FlexAttention, backward", "seven variants, each cell", 0.95, ratios)
+    plain = matching(cells, "training/flex/full/*", "training/flex/causal/*")
+    long = [n for n in plain if int(n.rpartition("/S")[2]) >= 2048]
+    yield _worst("SDPA cuDNN, backward", "full and causal, S ≥ 2048", 0.80, speedups(cells, long, "sdpa_cudnn"))
+    yield _worst("SDPA flash, backward", "full and causal", 1.1, speedups(cells, plain, "sdpa_flash"))
+    for group, what in (("differential", "differential attention"), ("evoformer", "Evoformer"), ("ipa", "IPA")):
+        found = speedups(cells, matching(cells, f"training/{group}/*"), "compile")
+        yield _worst("torch.compile, backward", what, 2.0, found)
+    peaks = [
+        (n, entry(cells, n, "ours", "peak_bytes") / entry(cells, n, "flex", "peak_bytes"))
+        for n in matching(cells, "training/flex/*/S16384")
+    ]
+    yield _worst("FlexAttention", "peak memory of forward and backward, S = 16384", 1.3, peaks, True)
+    hosts = matching(cells, "training_host/*")
+    ours = [(n, entry(cells, n, "ours", "us")) for n in hosts]
+    yield _worst("host time", "µs of forward and backward of a one-kernel call", 120, ours, True)
+    yield _worst(
+        "FlexAttention's host time",
+        "forward and backward",
+        1.0,
+        [(n, t / entry(cells, n, "flex", "us")) for n, t in ours],
+        True,
+    )
+
+
 def _errors(cells: Cells) -> Iterator[Bar]:
     """Ours over the bound: 1.5 times the best rival's of the same cell, or FLOOR."""
     figures = []
     for n, expected in EXPECTED.items():
-        if expected.kind == "kernel":
+        if expected.kind in ("kernel", "training"):
             rivals = [entry(cells, n, r, "error") for r in expected.rivals if r != "ours"]
             best = min((e for e in rivals if not math.isnan(e)), default=math.nan)
             figures.append((n, entry(cells, n, "ours", "error") / max(FACTOR * best, FLOOR)))

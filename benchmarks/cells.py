@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -23,6 +23,7 @@ SHORT = {
     "evoformer/D64/B8": ("ours", "compile", "eager"),
     "decode/plain/B8/S8192": ("ours", "sdpa", "flex"),
     "host/full": ("ours", "sdpa", "flex"),
+    "training/flex/causal/D64/S4096": ("ours", "flex", *SDPA),
     "memory/causal": ("ours",),
     "compile/causal": ("ours",),
 }
@@ -36,7 +37,7 @@ class Cell:
       name: group/variant/shape.
       make: draws the problem on a device.
       rivals: who takes part.
-      kind: "kernel", "host", "compile", "lengths" or "memory": what is measured.
+      kind: "kernel", "training", "host", "training_host", "compile", "lengths" or "memory": what is measured.
       score_bytes: rivals that store the scores are skipped where these take more, 16-bit.
       shape: its sizes, for the tables.
     """
@@ -236,6 +237,21 @@ def memory(z: Sizes) -> Iterator[Cell]:
         )
 
 
+def training(z: Sizes) -> Iterator[Cell]:
+    """The cells of the forward groups, their gradients; FlexAttention's variants where it can take them."""
+    groups = (flex(z), differential(z), evoformer(z), ipa(z))
+    for cell in (c for group in groups for c in group):
+        rivals = tuple(r for r in cell.rivals if r in ("ours", "flex", "compile", *SDPA))
+        if cell.group == "flex" and cell.name.split("/")[1] not in ("full", "softcap"):
+            rivals = tuple(r for r in rivals if r != "compile")
+        yield replace(cell, name=f"training/{cell.name}", rivals=rivals, kind="training")
+
+
+def training_host(z: Sizes) -> Iterator[Cell]:
+    for cell in host(z):
+        yield replace(cell, name=cell.name.replace("host/", "training_host/"), kind="training_host")
+
+
 GROUPS: dict[str, Callable[[Sizes], Iterator[Cell]]] = {
     "flex": flex,
     "gqa": gqa,
@@ -248,4 +264,6 @@ GROUPS: dict[str, Callable[[Sizes], Iterator[Cell]]] = {
     "compile": first_calls,
     "lengths": lengths,
     "memory": memory,
+    "training": training,
+    "training_host": training_host,
 }

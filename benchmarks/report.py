@@ -34,6 +34,8 @@ TITLES = {
     "compile": "First call, s",
     "lengths": "Many lengths in one process",
     "memory": "262144 tokens",
+    "training": "Training: the backward pass",
+    "training_host": "Host time of a forward and a backward pass, µs",
 }
 LABELS = {
     "ours": "fl_pallas",
@@ -130,7 +132,7 @@ def _bars(found: list[Bar]) -> list[str]:
 
 def _group(group: str, cells: Cells, runs: list[dict[str, Any]]) -> Iterator[str]:
     present = [r for r in RIVALS if any(r in cell["rivals"] for cell in cells.values())]
-    if group == "host":
+    if group in ("host", "training_host"):
         rows = [[n, *(number(entry(cells, n, r, "us")) for r in present)] for n in cells]
         yield "\n".join(table(("cell", *(LABELS[r] for r in present)), rows))
     elif group == "compile":
@@ -153,7 +155,7 @@ def _lengths(cells: Cells) -> Iterator[list[str]]:
 
 def _times(cells: Cells, present: list[str], runs: list[dict[str, Any]]) -> Iterator[str]:
     others = [r for r in present if r != "ours"]
-    rows, details = [], []
+    rows, details, parts = [], [], []
     for name, cell in cells.items():
         ours = entry(cells, name, "ours")
         sizes = " ".join(f"{k.upper()}{v}" for k, v in cell["shape"].items())
@@ -167,10 +169,14 @@ def _times(cells: Cells, present: list[str], runs: list[dict[str, Any]]) -> Iter
             for r in present
         ]
         details.append([name, *facts])
+        parts.append([name, *(_passes(cells, name, r) for r in present)])
     head = ("cell", "sizes", "fl_pallas, ms", "TFLOP/s", "TB/s", "of the roofline")
     if others:
         yield "Others in ms, and in brackets their time over ours."
     yield "\n".join(table((*head, *(LABELS[r] for r in others)), rows))
+    if any(any(part[1:]) for part in parts):
+        yield "Forward, and forward and backward together, ms."
+        yield "\n".join(table(("cell", *(LABELS[r] for r in present)), parts))
     clocked = [r for r in CLOCKED if r in present]
     walls = [[n, *_clocked(cells, n, clocked)] for n in cells if not math.isnan(_clock(cells, n, "flex_and_mask"))]
     if walls:
@@ -179,6 +185,11 @@ def _times(cells: Cells, present: list[str], runs: list[dict[str, Any]]) -> Iter
     lines = "\n".join(table(("cell", *(LABELS[r] for r in present)), details))
     summary = "Error against float64; MiB at the peak beside inputs and outputs"
     yield f"<details><summary>{summary}</summary>\n\n{lines}\n\n</details>"
+
+
+def _passes(cells: Cells, name: str, rival: str) -> str:
+    forward, both = (entry(cells, name, rival, key) for key in ("forward_ms", "both_ms"))
+    return "" if math.isnan(both) else f"{number(forward)}, {number(both)}"
 
 
 def _clock(cells: Cells, name: str, rival: str) -> float:

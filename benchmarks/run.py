@@ -17,6 +17,7 @@ import torch
 
 import fl_pallas as fl
 
+from . import training
 from .cells import Cell
 from .measure import Reference, first_call_s, host_us, kernel_ms, outputs, peak_bytes, wall_ms
 from .problem import Problem
@@ -55,7 +56,8 @@ class Bench:
         """What the tables and the roofline need to know of the cell, as far as its problem was drawn."""
         known: Entry = {"kind": self.cell.kind, "shape": self.cell.shape}
         if self._problem is not None:
-            known |= {"flops": self._problem.flops, "bytes": self._problem.bytes}
+            factor = training.BACKWARD_FLOPS if self.cell.kind == "training" else 1
+            known |= {"flops": factor * self._problem.flops, "bytes": self._problem.bytes}
         return known
 
     def run(self, rival: str) -> Entry:
@@ -179,8 +181,41 @@ def _cut(p: Problem, length: int) -> Problem:
     return replace(p, inputs=tuple(cut(t, a) for t, a in zip(p.inputs, p.axes, strict=True)))
 
 
+@torch.enable_grad()
+def trained(bench: Bench, rival: str) -> Entry:
+    """The backward pass, the forward pass that keeps what it needs, and both; peak memory of both; gradients' error."""
+    p, device = bench.problem, bench.device
+    if rival in UNFUSED and 2 * p.scores > bench.cell.score_bytes:
+        return {"skipped": f"scores of {2 * p.scores / 2**30:.1f} GiB"}
+    made = training.step(p, lambda p: RIVALS[rival](p)())
+    call, entry = _started(made.problem, rival, device)
+    entry |= _backward(made, call(), device)
+    entry["forward_ms"] = kernel_ms(call, device)
+    entry["both_ms"] = kernel_ms(lambda: made.gradients(call(), False), device)
+    entry["peak_bytes"] = peak_bytes(lambda: made.gradients(call(), False), device)
+    return entry
+
+
+def _backward(made: training.Step, out: Any, device: torch.device) -> Entry:
+    return {
+        "error": made.errors(made.gradients(out, True)),
+        "ms": kernel_ms(lambda: made.gradients(out, True), device),
+    }
+
+
+@torch.enable_grad()
+def trained_host(bench: Bench, rival: str) -> Entry:
+    """CPU time of a forward and a backward pass on inputs so small that the GPU waits."""
+    made = training.step(bench.problem, lambda p: RIVALS[rival](p)())
+    call = RIVALS[rival](made.problem)
+    made.gradients(call(), False)
+    return {"us": host_us(lambda: made.gradients(call(), False), bench.device, 10 if bench.tiny else 1000)}
+
+
 KINDS: dict[str, Callable[[Bench, str], Entry]] = {
     "kernel": kernel,
+    "training": trained,
+    "training_host": trained_host,
     "host": host,
     "compile": compiling,
     "lengths": lengths,

@@ -36,7 +36,7 @@ def _widen(x: Any) -> Any:
 
 
 @contextmanager
-def _float64() -> Iterator[None]:
+def float64() -> Iterator[None]:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -50,7 +50,7 @@ def reference(fn: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
     """fn in float64 throughout, casts and constants inside it included."""
     if isinstance(fn, nn.Module):
         fn = copy.deepcopy(fn).double()
-    with torch.no_grad(), _float64():
+    with torch.no_grad(), float64():
         return fn(*(x.double() if x.is_floating_point() else x for x in inputs))
 
 
