@@ -99,12 +99,8 @@ def explain(fn: Any, *args: Any, **kwargs: Any) -> Explanation:
 def _differentiate(out: Any) -> None:
     """Run the backward pass of a result, for what it compiles; no gradient is kept."""
     outs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-    before = [
-        GradientEdge(node, n)
-        for o in outs
-        for node, n in o.grad_fn.next_functions
-        if node is not None  # type: ignore[union-attr]
-    ]
+    nodes = [o.grad_fn for o in outs if o.grad_fn is not None]
+    before = [GradientEdge(n, k) for node in nodes for n, k in node.next_functions if n is not None]
     if before:
         torch.autograd.grad(outs, before, [torch.ones_like(o) for o in outs], allow_unused=True)
 

@@ -77,11 +77,14 @@ def schedule(
         groups = fuse(program, region)
         for fused in groups:
             record("fuse", fused_text(fused))
-        short, groups = exchange(groups, program.facts, f"r{n}", compute)
-        groups = tuple(without_divisions(split_reductions(fused), program.facts) for fused in groups)
-        groups = tabulate(short, groups, f"r{n}", compute)
+        groups = tuple(map(split_reductions, groups))
         for fused in groups:
             record("split_reductions", fused_text(fused))
+        short, groups = exchange(groups, program.facts, f"r{n}", compute)
+        groups = tuple(without_divisions(fused, program.facts) for fused in groups)
+        groups = tabulate(short, groups, f"r{n}", compute)
+        for fused in groups:
+            record("without_divisions", fused_text(fused))
         groups = tuple(map(expand_squares, groups))
         for fused in groups:
             record("expand_squares", fused_text(fused))
