@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
 from .decompose import attention, encoder_layer
+from .random import OPENED
 
 F = torch.nn.functional
 aten = torch.ops.aten
@@ -28,12 +29,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`F.scaled_dot_product_attention` in plain PyTorch; with dropout, itself."""
-    if dropout_p > 0.0:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    return attention(query, key, value, attn_mask, is_causal, scale)
+    """`F.scaled_dot_product_attention` in plain PyTorch."""
+    return attention(query, key, value, attn_mask, is_causal, scale, dropout_p)
 
 
 def _opened(
@@ -50,9 +47,7 @@ def _opened(
 
     Its further results (a letter each: t a tensor, n a number) serve only a backward, and nothing reads them.
     """
-    if dropout:
-        return NotImplemented
-    return attention(q, k, v, bias, causal, scale), *(q.new_zeros(()) if r == "t" else 0 for r in results)
+    return attention(q, k, v, bias, causal, scale, dropout), *(q.new_zeros(()) if r == "t" else 0 for r in results)
 
 
 # What PyTorch's own modules end in, out of reach of the mode below.
@@ -81,13 +76,15 @@ _KERNELS = {
 }
 
 
+_OPENED = {F.scaled_dot_product_attention: _attention, **OPENED}
+
+
 class OpenAttention(TorchFunctionMode):
-    """While active, calls of `F.scaled_dot_product_attention`, also inside PyTorch's own modules, are opened up."""
+    """While active, calls of `F.scaled_dot_product_attention`, also inside PyTorch's own modules, are opened up, and
+    random numbers are functions of a seed."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return _OPENED.get(func, func)(*args, **(kwargs or {}))
 
 
 def to_aten(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphModule:

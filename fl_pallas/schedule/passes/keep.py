@@ -67,6 +67,16 @@ def _kept(program: Program) -> frozenset[str]:
     return frozenset(found)
 
 
+def inner(program: Program) -> frozenset[str]:
+    """Names of the values as large as the blow-up of a kernel that computes them, which so are never stored."""
+    program = resolve_views(program)
+    found: set[str] = set()
+    for region in grow_regions(program).regions:
+        sizes = {m: program.by_name[m].numel for m in region.members}
+        found.update(m for m, n in sizes.items() if n == max(sizes.values()))
+    return frozenset(found)
+
+
 def _is_sum(v: Value) -> bool:
     return v.expr is not None and any(r.kind == "sum" for r in reductions(v.expr))
 
