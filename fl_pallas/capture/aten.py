@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -77,6 +78,12 @@ _KERNELS = {
 
 
 _OPENED = {F.scaled_dot_product_attention: _attention, **OPENED}
+# A mode is told of the call of this one alone, unless it does not ask whether there is a mode.
+_MULTI_HEAD = FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**F.__dict__, "has_torch_function": lambda _: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
 
 
 class OpenAttention(TorchFunctionMode):
@@ -84,6 +91,9 @@ class OpenAttention(TorchFunctionMode):
     random numbers are functions of a seed."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _MULTI_HEAD(*args, **(kwargs or {}))
         return _OPENED.get(func, func)(*args, **(kwargs or {}))
 
 

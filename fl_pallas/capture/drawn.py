@@ -19,8 +19,11 @@ Inner = Callable[[Program], frozenset[str]]
 
 
 def give_back(gm: GraphModule, inner: Inner) -> None:
-    """Replace the operations of `random.py` that no kernel takes in by PyTorch's own, forward and backward alike."""
-    seeds = {_seed(n): None for n in gm.graph.nodes if n.target in RULES}
+    """Replace the operations of `random.py` that no kernel takes in by PyTorch's own, forward and backward alike.
+
+    Those of a probability that is not known stay.
+    """
+    seeds = {_seed(n): None for n in gm.graph.nodes if n.target in RULES and not isinstance(n.args[-1], Node)}
     if not seeds:
         return
     kept = inner(translate(gm))

@@ -15,7 +15,8 @@ import torch
 from ..schedule import build
 from ..schedule.expr import Expr, const
 from ..schedule.philox import BITS, MASK, MULTIPLIER, ROUNDS, WEYL, philox
-from .tensor import At, Indices, Spec, Tensor, constant
+from .pointwise import Arith
+from .tensor import At, Indices, Spec, Tensor, element
 from .view import regroup
 
 F = torch.nn.functional
@@ -43,10 +44,10 @@ def _(seed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return seed.new_empty(tuple(shape), dtype=torch.float32)
 
 
-@torch.library.custom_op("fl_pallas::dropout", mutates_args=(), schema="(Tensor x, Tensor seed, float p) -> Tensor")
+@torch.library.custom_op("fl_pallas::dropout", mutates_args=(), schema="(Tensor x, Tensor seed, Scalar p) -> Tensor")
 def dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
-    """`x` with each element kept, and scaled, where its `uniform` is at least `p`; 0 elsewhere. p < 1."""
-    return x * (uniform(seed, x.shape) >= p).to(x.dtype) * (1 / (1 - p))
+    """`x` with each element kept, and scaled, where its `uniform` is at least `p`; 0 elsewhere."""
+    return x * (uniform(seed, x.shape) >= p).to(x.dtype) * (1 / (1 - p) if p < 1 else 0.0)
 
 
 @dropout.register_fake
@@ -76,10 +77,13 @@ def seeded(device: torch.device) -> torch.Tensor:
 
 
 def dropped(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """`F.dropout`; where nothing is random about it, PyTorch's own."""
-    if inplace or not training or not 0 < p < 1 or not input.is_floating_point():
-        return F.dropout(input, p, training, inplace)
-    return dropout(input, seeded(input.device), p)
+    """`F.dropout`; where nothing is dropped, PyTorch's own."""
+    # A probability that TorchDynamo passes as a tensor is not known here.
+    random = isinstance(p, torch.SymFloat) or 0 < p < 1
+    if training and input.is_floating_point() and (random or p == 1):
+        made = dropout(input, seeded(input.device), p) if random else input * 0.0
+        return input.copy_(made) if inplace else made
+    return F.dropout(input, p, training, inplace)
 
 
 def _rand_like(input: torch.Tensor, *, dtype: torch.dtype | None = None, **others: Any) -> torch.Tensor:
@@ -118,12 +122,14 @@ def _uniform(out: Spec, seed: Tensor, shape: Sequence[int]) -> At:
     return lambda idx: _number(out.shape, seed, idx)
 
 
-def _dropout(out: Spec, x: Tensor, seed: Tensor, p: float) -> At:
+def _dropout(out: Spec, x: Tensor, seed: Tensor, p: Tensor | float) -> At:
+    f = Arith(out.dtype)
+    threshold = element(p, (), out.dtype)
+    scale = f("div", 1, f("sub", 1, threshold))
+
     def at(idx: Indices) -> Expr:
-        kept = build.op("ge", _number(out.shape, seed, idx), const(p, "f32"), dtype="bool")
         # A factor of its own: what it scales keeps its form, for the algebra of sums.
-        factor = build.select(kept, constant(1 / (1 - p), out.dtype), constant(0, out.dtype))
-        return build.op("mul", x.at(idx), factor, dtype=out.dtype)
+        return f("mul", x.at(idx), f.where(f("ge", _number(out.shape, seed, idx), threshold), scale, 0))
 
     return at
 

@@ -68,12 +68,22 @@ def _kept(program: Program) -> frozenset[str]:
 
 
 def inner(program: Program) -> frozenset[str]:
-    """Names of the values as large as the blow-up of a kernel that computes them, which so are never stored."""
+    """Names of the values that kernels compute because they reduce them: those of a blow-up, and what it is made with
+    that is larger than all the kernels read and write."""
     program = resolve_views(program)
     found: set[str] = set()
     for region in grow_regions(program).regions:
-        sizes = {m: program.by_name[m].numel for m in region.members}
-        found.update(m for m, n in sizes.items() if n == max(sizes.values()))
+        members = set(region.members)
+        around = {r for m in members for r in program.by_name[m].reads}.difference(members).union(region.outputs)
+        largest = max(program.by_name[name].numel for name in around)
+        reduced: set[str] = set()
+        for m in reversed(region.members):
+            v = program.by_name[m]
+            users = [program.by_name[u] for u in program.users[m] if u in members]
+            if any(u.name in reduced or u.expr is not None and reductions(u.expr) for u in users):
+                reduced.add(m)
+                if members.intersection(v.reads) or v.numel > largest:
+                    found.add(m)
     return frozenset(found)
 
 
