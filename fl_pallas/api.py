@@ -347,7 +347,11 @@ def _target(args: Sequence[Any]) -> Target:
 
 
 def _left(gm: torch.fx.GraphModule) -> list[str]:
-    return [str(n.target) for n in gm.graph.nodes if n.op == "call_function" and str(n.target).startswith(("aten", "fl_pallas"))]
+    return [
+        str(n.target)
+        for n in gm.graph.nodes
+        if n.op == "call_function" and str(n.target).startswith(("aten", "fl_pallas"))
+    ]
 
 
 def _marked(program: Program, aten: torch.fx.GraphModule, args: Sequence[Any]) -> Program:

@@ -135,6 +135,8 @@ def _without_needs(gm: GraphModule) -> GraphModule:
     for n in gm.graph.find_nodes(op="call_function", target=_needing):
         n.replace_all_uses_with(n.args[0])
         gm.graph.erase_node(n)
+    # What the forward pass drew is not drawn again, although PyTorch takes drawing for an effect.
+    gm.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
     gm.recompile()
     return gm
 
