@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -41,17 +41,17 @@ def _replace(graph: Graph, seed: Node) -> None:
     """Replace what is drawn with one seed: numbers, or a dropout and then the dropouts of its gradient."""
     mask: Node | None = None
     for n in list(seed.users):
-        val = n.meta["val"]
+        val, p = n.meta["val"], cast(float, n.args[-1])
         with graph.inserting_before(n):
             if n.target == ours.uniform.default:
                 new = _call(graph, n, aten.rand.default, (val.shape,), val, device=val.device, dtype=val.dtype)
             elif mask is None:
-                x, _, p = n.args
+                x = n.args[0]
                 kept = val.new_empty(val.shape, dtype=torch.bool)
                 both = _call(graph, n, aten.native_dropout.default, (x, p, True), (val, kept))
                 new, mask = (_call(graph, n, operator.getitem, (both, k), v) for k, v in enumerate((val, kept)))
             else:
-                gradient, _, p = n.args
+                gradient = n.args[0]
                 new = _call(graph, n, aten.native_dropout_backward.default, (gradient, mask, 1 / (1 - p)), val)
         n.replace_all_uses_with(new)
         graph.erase_node(n)
