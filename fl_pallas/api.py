@@ -20,13 +20,14 @@ from .bridge.launch import DirectKernel, Family, unavailable
 from .bridge.splice import RegionRunner, splice
 from .capture import translate
 from .capture.aten import mutates_inputs, to_aten
+from .capture.drawn import give_back
 from .capture.joint import Compiler, differentiable
 from .config import Config, config
 from .errors import FallbackWarning, InputError, Unsupported
 from .explain import Explanation, Fallback, Graph
 from .kernels.triton import check_supported
 from .schedule.dtype import itemsize
-from .schedule.passes.keep import keep
+from .schedule.passes.keep import inner, keep
 from .schedule.pipeline import Schedule, schedule
 from .schedule.plan import KernelPlan
 from .schedule.program import Program, Value
@@ -216,7 +217,7 @@ class _Specialised:
             self._tell(Graph(None, tuple(found), tuple(history)))
             return self.gm
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            return differentiable(self.gm, args, keep, self._pass("forward"), self._pass("backward"))
+            return differentiable(self.gm, args, keep, inner, self._pass("forward"), self._pass("backward"))
         aten = _functional(self.gm, args)
         if aten is None:
             refusal = Fallback("an input is written to", "kernels never write to inputs", None, 0)
@@ -261,7 +262,10 @@ def _functional(gm: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.Graph
     """The graph in ATen operations; None if it writes to an input."""
     with torch.no_grad():
         aten = to_aten(gm, args)
-    return None if mutates_inputs(aten) else aten
+        if mutates_inputs(aten):
+            return None
+        give_back(aten, inner)
+    return aten
 
 
 def _scheduled(
@@ -339,7 +343,11 @@ def _target(args: Sequence[Any]) -> Target:
 
 
 def _left(gm: torch.fx.GraphModule) -> list[str]:
-    return [str(n.target) for n in gm.graph.nodes if n.op == "call_function" and str(n.target).startswith("aten")]
+    return [
+        str(n.target)
+        for n in gm.graph.nodes
+        if n.op == "call_function" and str(n.target).startswith(("aten", "fl_pallas"))
+    ]
 
 
 def _marked(program: Program, aten: torch.fx.GraphModule, args: Sequence[Any]) -> Program:

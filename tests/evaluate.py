@@ -21,11 +21,22 @@ _OPS: dict[str, Callable[..., np.ndarray]] = {
     "isinf": np.isinf, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "eq": np.equal, "ne": np.not_equal, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
     "not": np.invert, "shl": np.left_shift, "shr": np.right_shift, "select": np.where,
+    "uniform": lambda *words: _uniform(*words),
 }  # fmt: skip
 _REDUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "sum": np.sum, "max": np.max, "min": np.min, "prod": np.prod, "any": np.any, "all": np.all,
 }  # fmt: skip
 Scope = tuple[Axis, ...]
+
+
+def _uniform(key: np.ndarray, first: np.ndarray, row: np.ndarray, column: np.ndarray) -> np.ndarray:
+    """Philox2x32-7 of the counter (column, first + row); the upper 23 bits of its first word, as a number in [0, 1)."""
+    key, a, b = (np.asarray(x % 2**32, np.uint64) for x in (key, column, first + row))
+    for n in range(7):
+        product = a * np.uint64(0xD256D193)
+        bump = (key + np.uint64(n * 0x9E3779B9)) % np.uint64(2**32)
+        a, b = (product >> np.uint64(32)) ^ bump ^ b, product % np.uint64(2**32)
+    return (a >> np.uint64(9)) / 2**23
 
 
 def storage(dtype: str) -> type:

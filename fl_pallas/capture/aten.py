@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
 from .decompose import attention, encoder_layer
+from .random import OPENED
 
 F = torch.nn.functional
 aten = torch.ops.aten
@@ -28,12 +30,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`F.scaled_dot_product_attention` in plain PyTorch; with dropout, itself."""
-    if dropout_p > 0.0:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    return attention(query, key, value, attn_mask, is_causal, scale)
+    """`F.scaled_dot_product_attention` in plain PyTorch."""
+    return attention(query, key, value, attn_mask, is_causal, scale, dropout_p)
 
 
 def _opened(
@@ -50,9 +48,7 @@ def _opened(
 
     Its further results (a letter each: t a tensor, n a number) serve only a backward, and nothing reads them.
     """
-    if dropout:
-        return NotImplemented
-    return attention(q, k, v, bias, causal, scale), *(q.new_zeros(()) if r == "t" else 0 for r in results)
+    return attention(q, k, v, bias, causal, scale, dropout), *(q.new_zeros(()) if r == "t" else 0 for r in results)
 
 
 # What PyTorch's own modules end in, out of reach of the mode below.
@@ -81,13 +77,24 @@ _KERNELS = {
 }
 
 
+_OPENED = {F.scaled_dot_product_attention: _attention, **OPENED}
+# A mode is told of the call of this one alone, unless it does not ask whether there is a mode.
+_MULTI_HEAD = FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**F.__dict__, "has_torch_function": lambda _: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
+
+
 class OpenAttention(TorchFunctionMode):
-    """While active, calls of `F.scaled_dot_product_attention`, also inside PyTorch's own modules, are opened up."""
+    """While active, calls of `F.scaled_dot_product_attention`, also inside PyTorch's own modules, are opened up, and
+    random numbers are functions of a seed."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return _attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _MULTI_HEAD(*args, **(kwargs or {}))
+        return _OPENED.get(func, func)(*args, **(kwargs or {}))
 
 
 def to_aten(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphModule:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import Unsupported
 from .dtypes import torch_dtype
+from .random import dropped
 from .tensor import Tensor
 
 F = torch.nn.functional
@@ -27,6 +28,7 @@ def attention(
     bias: torch.Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
+    dropout: float = 0.0,
 ) -> torch.Tensor:
     """What `F.scaled_dot_product_attention` computes, without the float32 copies its own decomposition makes.
 
@@ -36,6 +38,7 @@ def attention(
       bias: broadcastable to [..., heads, queries, keys]; bool: where to look; else added to the scores.
       causal: whether query i sees the keys up to i only.
       scale: factor on the scores; None: 1 / √dim.
+      dropout: the probability of a weight to count as 0.
     """
     if q.ndim > 2 and q.shape[-3] != k.shape[-3]:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
@@ -47,7 +50,7 @@ def attention(
         scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else scores + bias
     # Only a bias can hide a whole row, which then counts as 0.
     weights = scores.softmax(-1) if bias is None else torch.ops.aten._safe_softmax(scores, -1)
-    return weights.to(v.dtype) @ v
+    return dropped(weights.to(v.dtype), dropout) @ v
 
 
 def encoder_layer(

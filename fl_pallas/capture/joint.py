@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from ..schedule.program import Program, Value
 from .aten import OpenAttention
+from .drawn import Inner, give_back
 from .translate import translate
 
 aten = torch.ops.aten
@@ -31,6 +33,7 @@ def differentiable(
     gm: GraphModule,
     inputs: Sequence[Any],
     keep: Keep,
+    inner: Inner,
     forward: Compiler,
     backward: Compiler,
 ) -> Callable[..., Any]:
@@ -40,6 +43,7 @@ def differentiable(
       gm: a graph of torch functions.
       inputs: the tensors and numbers it is called with; their data is not read.
       keep: which values of the forward pass the backward pass reads from memory; others it computes again.
+      inner: which values of the forward pass kernels compute, and do not store for their size.
       forward, backward: make a callable of an ATen graph of either pass (its tensors have their fakes in
         `meta["val"]`), its fake inputs and what is known of them.
     """
@@ -47,6 +51,8 @@ def differentiable(
 
     def parted(joint: GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[GraphModule, GraphModule]:
         with unset_fake_temporarily():
+            results, _ = _outputs(joint, num_fwd_outputs)
+            give_back(joint, lambda p: inner(replace(p, outputs=tuple(n for n in results if n in p.by_name))))
             program = translate(joint)
         results, gradients = _outputs(joint, num_fwd_outputs)
         names, known = keep(
@@ -129,6 +135,8 @@ def _without_needs(gm: GraphModule) -> GraphModule:
     for n in gm.graph.find_nodes(op="call_function", target=_needing):
         n.replace_all_uses_with(n.args[0])
         gm.graph.erase_node(n)
+    # What the forward pass drew is not drawn again, although PyTorch takes drawing for an effect.
+    gm.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
     gm.recompile()
     return gm
 

@@ -12,12 +12,18 @@ from torch.fx.node import Node, map_arg
 
 from ..errors import Unsupported
 from ..schedule.expr import Expr
-from . import indexing, pointwise, reduction, view
+from . import indexing, pointwise, random, reduction, view
 from .decompose import decomposition, has_decomposition
 from .dtypes import short_dtype
 from .tensor import At, Indices, Spec, Tensor
 
-RULES: dict[Any, Callable[..., Any]] = {**pointwise.RULES, **view.RULES, **indexing.RULES, **reduction.RULES}
+RULES: dict[Any, Callable[..., Any]] = {
+    **pointwise.RULES,
+    **view.RULES,
+    **indexing.RULES,
+    **reduction.RULES,
+    **random.RULES,
+}
 
 aten = torch.ops.aten
 _REASONS: dict[Any, str] = {

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..schedule.philox import BITS, MASK, MULTIPLIER, ROUNDS, WEYL, philox
+
 LOG2_E = math.log2(math.e)
 
 
@@ -92,6 +94,20 @@ def _mod(a: Array, b: Array) -> Array:
     return jnp.where((remainder != 0) & ((remainder < 0) != (b < 0)), remainder + b, remainder)
 
 
+def _uniform(key: Array, first: Array, row: Array, column: Array) -> Array:
+    key, first, row, column = (x.astype(jnp.uint32) for x in (key, first, row, column))
+    bits = philox(column, first + row, [key + jnp.uint32(n * WEYL & MASK) for n in range(ROUNDS)], _multiplied)
+    # The mantissa of a number from 1 to 2; a conversion would take longer.
+    one = jnp.uint32(0x3F800000)
+    return lax.bitcast_convert_type(bits >> jnp.uint32(32 - BITS) | one, jnp.float32) - jnp.float32(1)
+
+
+def _multiplied(x: Array) -> tuple[Array, Array]:
+    # One instruction of a GPU gives both words.
+    product = x.astype(jnp.uint64) * jnp.uint64(MULTIPLIER)
+    return (product >> jnp.uint64(32)).astype(jnp.uint32), product.astype(jnp.uint32)
+
+
 POINTWISE: dict[str, Callable[..., Array]] = {
     "add": lax.add,
     "sub": lax.sub,
@@ -138,4 +154,5 @@ POINTWISE: dict[str, Callable[..., Array]] = {
     "shl": lax.shift_left,
     "shr": lax.shift_right_arithmetic,
     "select": lambda c, a, b: lax.select(c, a, b),
+    "uniform": _uniform,
 }

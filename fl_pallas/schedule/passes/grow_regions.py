@@ -499,7 +499,9 @@ def _read_along(v: Value, readers: list[Value], sides: AllSides) -> tuple[frozen
     return frozenset(rows), frozenset(cols), two_sided
 
 
-_COSTS = {"select": 4, "exp": 2, "log": 2, "tanh": 4, "sigmoid": 3, "sin": 4, "cos": 4, "pow": 4, "erf": 4}
+_COSTS = {
+    "select": 4, "exp": 2, "log": 2, "tanh": 4, "sigmoid": 3, "sin": 4, "cos": 4, "pow": 4, "erf": 4, "uniform": 20,
+}  # fmt: skip
 
 
 def _cost(e: Expr) -> int:

@@ -39,7 +39,8 @@ def keep(
         if v.name in seen:
             continue
         seen.add(v.name)
-        if v.name not in later and (v.op in ("input", "parameter") or v.name in cheap):
+        # What PyTorch computes, a dropout's mask among it, is kept even where the forward pass has no use for it.
+        if v.name not in later and (v.expr is None or v.name in cheap):
             saved.add(v.name)
         else:
             stack += v.reads
@@ -64,6 +65,27 @@ def _kept(program: Program) -> frozenset[str]:
             statistic = v.expr is not None and reductions(v.expr) and v.name not in region.large
             if v.name not in results and not statistic:
                 found.discard(v.name)
+    return frozenset(found)
+
+
+def inner(program: Program) -> frozenset[str]:
+    """Names of the values that kernels compute because they reduce them: those of a blow-up, and what it is made with
+    that is as large, or larger than all the kernels read and write.
+    """
+    program = resolve_views(program)
+    found: set[str] = set()
+    for region in grow_regions(program).regions:
+        members = set(region.members)
+        around = {r for m in members for r in program.by_name[m].reads}.difference(members).union(region.outputs)
+        own, outer = (max(program.by_name[name].numel for name in names) for names in (members, around))
+        reduced: set[str] = set()
+        for m in reversed(region.members):
+            v = program.by_name[m]
+            users = [program.by_name[u] for u in program.users[m] if u in members]
+            if any(u.name in reduced or u.expr is not None and reductions(u.expr) for u in users):
+                reduced.add(m)
+                if members.intersection(v.reads) or v.numel > outer or v.numel == own:
+                    found.add(m)
     return frozenset(found)
 
 
