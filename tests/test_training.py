@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import math
 import os
 import subprocess
@@ -11,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 
 import pytest
 import torch
@@ -234,7 +234,7 @@ def test_runs_repeat_and_inputs_stay() -> None:
 
 def test_lengths_vary() -> None:
     f = fl.compile(attention)
-    for n in (33, 64, 1, 33, 70):
+    for n in (33, 1, 70, 33):
         x = qkv(n)
         same(gradients(f, x), gradients(attention, x))
 
@@ -256,7 +256,7 @@ def test_what_cannot_be_fused_trains_too() -> None:
     for g in got:
         same(g, gradients(sorted_attention, x))
     messages = [str(w.message) for w in caught if issubclass(w.category, fl.FallbackWarning)]
-    assert sum("sort" in message for message in messages) == 1, messages
+    assert sum(message.startswith("aten.sort") for message in messages) == 1, messages
     assert len(set(messages)) == len(messages), messages
 
 
@@ -316,24 +316,18 @@ def test_as_a_backend_of_torch_compile() -> None:
     same(gradients(torch.compile(attention, backend="fl_pallas"), x), gradients(attention, x))
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-def test_distributed(wrapper: str, tmp_path: Path) -> None:
-    """Two processes; each compares its gradients with those of one process on both halves of the batch."""
+def test_distributed(tmp_path: Path) -> None:
+    """DDP and FSDP2 in two processes; each compares its gradients with those of the whole batch in one."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("torch.distributed is built without gloo here")
-    if importlib.util.find_spec("torch.distributed.fsdp") is None:
-        pytest.skip("torch.distributed.fsdp is missing from this PyTorch")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tests.distributed", wrapper, str(tmp_path / "meeting")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "FL_CACHE": "off"}
+    command = [sys.executable, "-m", "tests.distributed", str(tmp_path / "meeting")]
     running = [
-        subprocess.Popen(
-            [*command, str(rank)], env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        subprocess.Popen([*command, str(rank)], env=env, cwd=ROOT, text=True, stdout=PIPE, stderr=STDOUT)
         for rank in range(2)
     ]
-    for process in running:
-        text, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, text[-3000:]
+    texts = [process.communicate(timeout=300)[0] for process in running]
+    assert not any(process.returncode for process in running), "\n".join(text[-2000:] for text in texts)
 
 
 # --- CUDA graphs --------------------------------------------------------------------------------
