@@ -27,7 +27,7 @@ from .test_programs import dtype_name
 SEQ = 33
 """Longer than most head dims: smaller scores would stay in PyTorch."""
 GPU_LENGTHS = (SEQ, 257, 1024)
-SHARE = 5
+SHARE = 6
 """One case in so many runs on a CPU; all with --every-case."""
 
 _MASK = "the gradient of a bias is as large as the scores"
@@ -69,6 +69,12 @@ def no_kernels_of_others() -> Iterator[None]:
     jax.clear_caches()
 
 
+def explained(fn: Callable, **options: object) -> tuple[Callable, fl.Explanation]:
+    """What fl.compile and fl.explain return, for one compilation."""
+    explanation = fl.Explanation()
+    return api._compiled(fn, api.Backend(options, explanation)), explanation
+
+
 def parameters(config: pytest.Config) -> Iterator:
     """(case, dtype, length): all of them on a GPU, a share in float32 elsewhere."""
     on_gpu = torch.cuda.is_available()
@@ -84,16 +90,14 @@ def parameters(config: pytest.Config) -> Iterator:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_gradients:
-        metafunc.parametrize("case, dtype, seq", parameters(metafunc.config))
+        metafunc.parametrize("case, dtype, seq", list(parameters(metafunc.config)))
 
 
 def test_gradients(case: Case, dtype: torch.dtype, seq: int, device: torch.device) -> None:
     target = case.target(dtype, device)
     if isinstance(target, nn.Module):
         target.requires_grad_(True)
-    explanation = fl.Explanation()
-    # What fl.explain and fl.compile do, in one compilation.
-    compiled = api._compiled(target, api.Backend({}, explanation))
+    compiled, explanation = explained(target)
     check_gradients(target, compiled, case.make_inputs(seq, dtype, device), name=case.name)
     graphs = {g.name: g for g in explanation.graphs}
     forward, backward = graphs.get("forward"), graphs.get("backward")
@@ -192,7 +196,9 @@ def test_finite_differences(name: str) -> None:
     x = [t.requires_grad_(t.is_floating_point() and n not in small.frozen) for n, t in enumerate(drawn)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fl.FallbackWarning)  # what is this small need not be fused whole
-        assert torch.autograd.gradcheck(fl.compile(small.fn, interpret=True), x)
+        compiled, explanation = explained(small.fn, interpret=True)
+        assert torch.autograd.gradcheck(compiled, x)
+    assert all(g.kernels for g in explanation.graphs), str(explanation)
 
 
 # --- programs that hypothesis makes up ----------------------------------------------------------
