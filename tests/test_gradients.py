@@ -1,0 +1,215 @@
+"""Gradients of the corpus and of made-up programs, against float64 and eager PyTorch."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import jax
+import pytest
+import torch
+from hypothesis import HealthCheck, given, note, settings
+from torch import Tensor, nn
+
+import fl_pallas as fl
+from fl_pallas import api
+
+from .corpus import basic, normalisers, science, scores
+from .corpus.case import Draw, Inputs, qkv, qkv_and
+from .generated import Spec, specs
+from .oracle import check_gradients
+from .programs import FUSED, Case
+from .test_programs import dtype_name
+
+SEQ = 33
+"""Longer than most head dims: smaller scores would stay in PyTorch."""
+GPU_LENGTHS = (SEQ, 257, 1024)
+SHARE = 6
+"""One case in so many runs on a CPU; all with --every-case."""
+
+_MASK = "the gradient of a bias is as large as the scores"
+_TABLE = "no rule for the gradient of a table's rows"
+_NESTED = "a reduction inside another one is stored between two kernels"
+_CHOICE = "no rule for the index of a maximum"
+QUADRATIC = {
+    "additive_mask": _MASK,
+    "sdpa_float_mask": _MASK,
+    "dense_bias": _MASK,
+    "t5_bias": _TABLE,
+    "relative_table": _TABLE,
+    "relative_keys": _TABLE,
+    "softmax_late_division": _CHOICE,
+    "sink": _CHOICE,
+    "min_plus_values": _CHOICE,
+    "talking_heads": _NESTED,
+    "max_times": _NESTED,
+    "value_variance_centred": _NESTED,
+}
+"""Cases whose backward pass leaves something quadratic to PyTorch, and why."""
+FAILS = {
+    "chunked_projection": "kernel emission: a condition that is no scalar",
+    "alibi": "kernel emission: a tile of indices of another extent",
+    "retention": "kernel emission: a tile of indices of another extent",
+    "retention_power": "kernel emission: a tile of indices of another extent",
+    "retention_normalised": "kernel emission: a tile of indices of another extent",
+    "max_times": "NaN where PyTorch has none: ties of a maximum in another kernel's recomputation",
+    "with_max": "NaN where PyTorch has none: ties of a maximum",
+    "norm_after": "AOTAutograd: an output that is needed",
+}
+"""Cases whose gradients are wrong or fail, and how."""
+
+
+@pytest.fixture(autouse=True)
+def no_kernels_of_others() -> Iterator[None]:
+    """XLA maps memory for each kernel it compiles, and a process may have 65530 maps."""
+    yield
+    jax.clear_caches()
+
+
+def explained(fn: Callable, **options: object) -> tuple[Callable, fl.Explanation]:
+    """What fl.compile and fl.explain return, for one compilation."""
+    explanation = fl.Explanation()
+    return api._compiled(fn, api.Backend(options, explanation)), explanation
+
+
+def parameters(config: pytest.Config) -> Iterator:
+    """(case, dtype, length): all of them on a GPU, a share in float32 elsewhere."""
+    on_gpu = torch.cuda.is_available()
+    everything = on_gpu or config.getoption("--every-case")
+    for case in FUSED:
+        if not everything and zlib.crc32(case.name.encode()) % SHARE:
+            continue
+        marks = pytest.mark.xfail(reason=FAILS[case.name], strict=False) if case.name in FAILS else ()
+        for dtype in (torch.float32, torch.bfloat16) if on_gpu else (torch.float32,):
+            for n in GPU_LENGTHS if on_gpu else (SEQ,):
+                yield pytest.param(case, dtype, n, id=f"{case.name}-{dtype_name(dtype)}-{n}", marks=marks)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_gradients:
+        metafunc.parametrize("case, dtype, seq", list(parameters(metafunc.config)))
+
+
+def test_gradients(case: Case, dtype: torch.dtype, seq: int, device: torch.device) -> None:
+    target = case.target(dtype, device)
+    if isinstance(target, nn.Module):
+        target.requires_grad_(True)
+    compiled, explanation = explained(target)
+    check_gradients(target, compiled, case.make_inputs(seq, dtype, device), name=case.name)
+    graphs = {g.name: g for g in explanation.graphs}
+    forward, backward = graphs.get("forward"), graphs.get("backward")
+    if forward and backward and forward.kernels and not forward.fallbacks and case.name not in QUADRATIC:
+        assert not backward.fallbacks, str(explanation)
+
+
+# --- finite differences -------------------------------------------------------------------------
+
+
+def window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i = torch.arange(q.shape[-2])
+    distance = i[:, None] - i
+    return _masked(q, k, v, (distance >= 0) & (distance < 3))
+
+
+def prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i = torch.arange(q.shape[-2])
+    return _masked(q, k, v, (i <= i[:, None]) | (i < 2))
+
+
+def documents(q: Tensor, k: Tensor, v: Tensor, doc: Tensor) -> Tensor:
+    return _masked(q, k, v, (doc[:, :, None] == doc[:, None])[:, None])
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    return scores.masked_fill(~keep, -math.inf).softmax(-1) @ v
+
+
+@dataclass(frozen=True)
+class Small:
+    """A program at a size where finite differences are quick.
+
+    Attributes:
+      frozen: which of the inputs get no gradient: masks of 0 and 1, which scores as far as AlphaFold's do not vary by.
+    """
+
+    fn: Callable[..., Tensor]
+    inputs: Inputs
+    frozen: tuple[int, ...] = ()
+
+
+def _evoformer(g: Draw) -> tuple[Tensor, ...]:
+    q, k, v, gate = (g.normal(1, 2, 1, g.seq, 4) for _ in range(4))
+    return q, k, v, g.bools(1, 2, g.seq).double(), g.normal(1, 1, g.seq, g.seq), gate
+
+
+def _triangle(g: Draw) -> tuple[Tensor, ...]:
+    q, k, v, gate = (g.normal(g.seq, g.seq, 1, 2) for _ in range(4))
+    return q, k, v, g.normal(g.seq, g.seq, 1), g.bools(g.seq, g.seq).double(), gate
+
+
+def _points(g: Draw) -> tuple[Tensor, ...]:
+    q, k, v = (g.normal(g.seq, 1, 4) for _ in range(3))
+    return q, k, v, g.normal(g.seq, 1, 2, 3), g.normal(g.seq, 1, 2, 3), g.normal(1)
+
+
+def _differential(g: Draw) -> tuple[Tensor, ...]:
+    return *(g.normal(1, 1, g.seq, 4) for _ in range(5)), g.values(0.35)[0]
+
+
+def _rope(g: Draw) -> tuple[Tensor, ...]:
+    return *qkv(d=4, h=1)(g), g.normal(g.seq, 4), g.normal(g.seq, 4)
+
+
+def _with(make: Callable[[Draw], Tensor], h: int = 1) -> Inputs:
+    return qkv_and(make, h=h, d=4)
+
+
+SMALL = {
+    "vanilla": Small(basic.vanilla, qkv(d=4, h=1)),
+    "causal": Small(basic.causal_where, qkv(d=4, h=1)),
+    "gqa": Small(basic.gqa_repeat, qkv(d=4, h=4, kv_heads=2)),
+    "alibi": Small(scores.alibi, _with(lambda g: g.values(0.5, 0.25), h=2)),
+    "softcap": Small(scores.softcap, qkv(d=4, h=1)),
+    "window": Small(window, qkv(d=4, h=1)),
+    "prefix": Small(prefix, qkv(d=4, h=1)),
+    "documents": Small(documents, _with(lambda g: g.ints(0, 2, 1, g.seq))),
+    "sink": Small(normalisers.sink, _with(lambda g: g.normal(2), h=2)),
+    "sigmoid": Small(normalisers.sigmoid, qkv(d=4, h=1)),
+    "differential": Small(science.differential, _differential),
+    "evoformer": Small(science.evoformer_row, _evoformer, frozen=(3,)),
+    "triangle": Small(science.triangle_starting, _triangle, frozen=(4,)),
+    "ipa": Small(science.ipa_scores, _points),
+    "rope": Small(scores.rope, _rope),
+    "retention": Small(normalisers.retention_power, _with(lambda g: g.values(0.9, 0.8), h=2)),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_finite_differences(name: str) -> None:
+    """Every input's gradient in float64, in Pallas interpret mode."""
+    small = SMALL[name]
+    drawn = small.inputs(Draw(5, torch.float64, torch.device("cpu"), torch.Generator().manual_seed(0)))
+    x = [t.requires_grad_(t.is_floating_point() and n not in small.frozen) for n, t in enumerate(drawn)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fl.FallbackWarning)  # what is this small need not be fused whole
+        compiled, explanation = explained(small.fn, interpret=True)
+        assert torch.autograd.gradcheck(compiled, x)
+    assert all(g.kernels for g in explanation.graphs), str(explanation)
+
+
+# --- programs that hypothesis makes up ----------------------------------------------------------
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(spec=specs())
+def test_generated(spec: Spec, device: torch.device) -> None:
+    note(str(spec))
+    program = spec.build()
+    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fl.FallbackWarning)
+        check_gradients(program, fl.compile(program), spec.inputs(torch.float32, device), name=str(spec))
