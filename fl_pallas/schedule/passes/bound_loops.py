@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from ..build import FALSE, TRUE, negate, op, substitute
+from ..build import FALSE, TRUE, negate, op, select, substitute
 from ..expr import Axis, Const, Expr, Index, Op, Ref, children, const, free_axes, ref, walk
 from ..integer import Linear, bounds, linear
 from ..plan import Accumulator, Anchor, Interior, Loop, Step
@@ -148,6 +148,8 @@ def solve(condition: Expr, axis: Axis, tiled: frozenset[Axis]) -> Range:
         return (None, None) if condition.value else (None, _EMPTY_HIGH)
     if not isinstance(condition, Op):
         return None, None
+    if axis not in free_axes(condition):
+        return _all_or_nothing(condition, axis, tiled)
     if condition.name in ("and", "or"):
         left, right = (solve(a, axis, tiled) for a in condition.args)
         outward = condition.name == "or"
@@ -160,6 +162,22 @@ def solve(condition: Expr, axis: Axis, tiled: frozenset[Axis]) -> Range:
     if _is_comparison(condition):
         return _solve_comparison(condition, axis, tiled, certain=False)
     return None, None
+
+
+def _all_or_nothing(condition: Op, axis: Axis, tiled: frozenset[Axis]) -> Range:
+    """Every index of `axis` where a comparison without it may hold somewhere in the tile, none elsewhere."""
+    if not _is_comparison(condition):
+        return None, None
+    possible: Expr = TRUE
+    for form in _RELATIONS[condition.name](linear(op("sub", condition.args[0], condition.args[1], dtype="i64"))):
+        most = _extreme(_negated(form), tiled)
+        if most is None:
+            return None, None
+        possible = op("and", possible, op("ge", most, const(0, "i64"), dtype="bool"), dtype="bool")
+    if isinstance(possible, Const):
+        return (None, None) if possible.value else (None, _EMPTY_HIGH)
+    none, every = const(0, "i64"), const(axis.extent, "i64")
+    return select(possible, none, every), select(possible, every, none)
 
 
 def solve_certain(condition: Expr, axis: Axis, tiled: frozenset[Axis]) -> Range | None:

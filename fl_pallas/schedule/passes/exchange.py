@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..build import op, reduce, substitute
+from ..build import negate, op, reduce, rewrite, select, substitute
 from ..dtype import is_float
-from ..expr import Axis, Expr, Index, Load, Op, Reduce, children, free_axes, index, load, reductions
+from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, children, free_axes, index, load, reductions
 from ..program import Value
 from .fuse import Fused, Output
 
@@ -94,7 +94,7 @@ def _factors(e: Expr) -> tuple[Expr, ...]:
 
 def _matched(known: Reduce, factors: tuple[Expr, ...], axis: Axis) -> Binding | None:
     """The indices that make the product under `known` the product of `factors`, its axis being `axis`; or None."""
-    wanted = _factors(known.body)
+    wanted, factors = (tuple(map(_canonical, fs)) for fs in (_factors(known.body), factors))
     if len(wanted) != len(factors):
         return None
     for order in itertools.islice(itertools.permutations(factors), MAX_PAIRINGS):
@@ -104,6 +104,22 @@ def _matched(known: Reduce, factors: tuple[Expr, ...], axis: Axis) -> Binding | 
         ):
             return binding
     return None
+
+
+def _canonical(e: Expr) -> Expr:
+    """`e` with its selections the right way round: the constant last."""
+
+    def rule(n: Expr) -> Expr:
+        if (
+            isinstance(n, Op)
+            and n.name == "select"
+            and isinstance(n.args[1], Const)
+            and not isinstance(n.args[2], Const)
+        ):
+            return select(negate(n.args[0]), n.args[2], n.args[1])
+        return n
+
+    return rewrite(e, rule)
 
 
 def _unify(known: Expr, other: Expr, binding: Binding) -> bool:
