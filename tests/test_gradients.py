@@ -45,6 +45,7 @@ QUADRATIC = {
     "sink": _CHOICE,
     "min_plus_values": _CHOICE,
     "talking_heads": _NESTED,
+    "bahdanau": _NESTED,
     "max_times": _NESTED,
     "value_variance_centred": _NESTED,
 }
@@ -105,7 +106,7 @@ def test_gradients(case: Case, dtype: torch.dtype, seq: int, device: torch.devic
     graphs = {g.name: g for g in explanation.graphs}
     forward, backward = graphs.get("forward"), graphs.get("backward")
     if forward and backward and forward.kernels and not forward.fallbacks and case.name not in QUADRATIC:
-        assert not backward.fallbacks, str(explanation)
+        assert not backward.fallbacks, "\n".join(map(str, backward.fallbacks))
 
 
 # --- finite differences -------------------------------------------------------------------------
@@ -207,8 +208,14 @@ def test_finite_differences(name: str) -> None:
 # --- programs that hypothesis makes up ----------------------------------------------------------
 
 
+def differentiable(spec: Spec) -> bool:
+    """Not those whose gradients are known to be wrong (_TIES) or not to be scheduled (stores of unequal sizes)."""
+    ties = spec.normaliser == "by hand" or "max" in spec.extras
+    return not ties and not (spec.score == "tropical" and "second sum" in spec.extras)
+
+
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(spec=specs().filter(lambda spec: spec.normaliser != "by hand" and "max" not in spec.extras))  # _TIES
+@given(spec=specs().filter(differentiable))
 def test_generated(spec: Spec, device: torch.device) -> None:
     note(str(spec))
     program = spec.build()
