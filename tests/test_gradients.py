@@ -41,6 +41,7 @@ QUADRATIC = {
     "t5_bias": _TABLE,
     "relative_table": _TABLE,
     "relative_keys": _TABLE,
+    "disentangled": _TABLE,
     "softmax_late_division": _CHOICE,
     "sink": _CHOICE,
     "min_plus_values": _CHOICE,
