@@ -186,7 +186,7 @@ def gradient_errors(fn: Callable[..., Any], compiled: Callable[..., Any], inputs
     outs, eagers = _gradients(fn, compiled, inputs, tangents), _gradients(fn, fn, inputs, tangents)
     exact = copy.deepcopy(fn).double() if isinstance(fn, nn.Module) else fn
     upcast = [x.double() if x.is_floating_point() else x for x in inputs]
-    with _float64():
+    with float64():
         refs = _gradients(exact, exact, upcast, {name: t.double() for name, t in tangents.items()})
     for name, theirs in eagers.items():
         ours = outs[name]
