@@ -130,7 +130,12 @@ def _has_recompile_limit() -> bool:
 
 
 def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:
+    apart = torch.compiler.disable(call)
+
     def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            # A torch.compile around us would take our function into its own graph, and our kernels would go.
+            return apart(*args, **kwargs)
         try:
             try:
                 return call(*args, **kwargs)
@@ -217,7 +222,11 @@ class _Specialised:
             self._tell(Graph(None, tuple(found), tuple(history)))
             return self.gm
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            return differentiable(self.gm, args, keep, inner, self._pass("forward"), self._pass("backward"))
+            try:
+                return differentiable(self.gm, args, keep, inner, self._pass("forward"), self._pass("backward"))
+            except Unsupported as refusal:
+                self._tell(Graph(None, (Fallback(refusal.what, refusal.why, refusal.where, 0),), ()))
+                return self.gm
         aten = _functional(self.gm, args)
         if aten is None:
             refusal = Fallback("an input is written to", "kernels never write to inputs", None, 0)
@@ -229,10 +238,30 @@ class _Specialised:
         """The compiler of the forward or the backward pass of the graph."""
 
         def compiler(aten: torch.fx.GraphModule, args: Sequence[Any], facts: tuple[Value, ...]) -> Callable[..., Any]:
-            with _building:
-                return self._compiled(aten, args, aten, name, facts)
+            plain = torch.fx.GraphModule(aten, _copied(aten.graph))
+            try:
+                with _building:
+                    run = self._compiled(aten, args, plain, name, facts)
+            except Unsupported as refusal:
+                self._tell(Graph(None, (Fallback(refusal.what, refusal.why, refusal.where, 0),), (), name=name))
+                return plain.forward
+            return self._or(run, plain.forward)
 
         return compiler
+
+    def _or(self, run: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, or what PyTorch does `otherwise` where kernels turn out not to fit when they are first called."""
+        chosen = [run]
+
+        def call(*args: Any) -> Any:
+            try:
+                return chosen[0](*args)
+            except Unsupported as refusal:
+                _report(Fallback(refusal.what, refusal.why, refusal.where, 0), self.settings)
+                chosen[0] = otherwise
+                return otherwise(*args)
+
+        return call
 
     def _compiled(
         self,
@@ -256,6 +285,13 @@ class _Specialised:
         else:
             for f in graph.fallbacks:
                 _report(f, self.settings)
+
+
+def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """A graph of the same nodes."""
+    copy = torch.fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
 
 
 def _functional(gm: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.GraphModule | None:

@@ -60,7 +60,9 @@ def differentiable(
         )
         facts.extend(known)
         _need(joint, num_fwd_outputs, {f.name for f in known})
-        saved = [n for n in joint.graph.nodes if n.name in names and not n.name.startswith("tangents")]
+        # A node may want an input of which its values make no use.
+        wanted = (n for n in joint.graph.nodes if n.name in names or n.op == "placeholder")
+        saved = [n for n in wanted if not n.name.startswith("tangents")]
         return _extract_fwd_bwd_modules(joint, saved, [], num_fwd_outputs=num_fwd_outputs)
 
     compiler = aot_autograd(

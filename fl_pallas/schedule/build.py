@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..errors import Unsupported
 from . import integer
 from .dtype import is_float, is_int
 from .expr import (
@@ -41,6 +42,8 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
 TRUE, FALSE = const(True, "bool"), const(False, "bool")
 _fresh = itertools.count()
+# Nodes that one substitution may visit: a second's work.
+MAX_STEPS = 500_000
 
 
 def op(name: str, *args: Expr, dtype: str) -> Expr:
@@ -277,15 +280,24 @@ def substitute(e: Expr, mapping: Mapping[Axis, Expr], replace: Mapping[Any, Expr
     """`e` with free axes replaced by integer expressions and, first of all, nodes by `replace`.
 
     A node of `replace` is looked up as it stands in `e`, before its own axes are replaced.
+
+    Raises: Unsupported where reductions inside reductions make the expression too large to work on.
     """
-    return _substitute(e, dict(mapping), dict(replace or {}), {})
+    return _substitute(e, dict(mapping), dict(replace or {}), {}, [MAX_STEPS])
 
 
-def _substitute(e: Expr, mapping: dict[Axis, Expr], replace: dict[Expr, Expr], memo: dict[Expr, Expr]) -> Expr:
+def _substitute(
+    e: Expr, mapping: dict[Axis, Expr], replace: dict[Expr, Expr], memo: dict[Expr, Expr], left: list[int]
+) -> Expr:
     if e in replace:
         return replace[e]
     if e in memo:
         return memo[e]
+    left[0] -= 1
+    if left[0] < 0:
+        raise Unsupported(
+            "reductions inside reductions", f"more than {MAX_STEPS} steps to write one in terms of its operands"
+        )
     used = free_axes(e) & mapping.keys()
     if not used and not replace:
         return e
@@ -298,10 +310,10 @@ def _substitute(e: Expr, mapping: dict[Axis, Expr], replace: dict[Expr, Expr], m
             axis = Axis(f"%{next(_fresh)}", axis.extent)
             inner[e.axis] = index(axis)
         same = inner == mapping
-        body = _substitute(e.body, inner, replace, memo if same else {})
+        body = _substitute(e.body, inner, replace, memo if same else {}, left)
         out = e if body is e.body else reduce(e.kind, axis, body, e.dtype)
     else:
-        args = tuple(_substitute(c, mapping, replace, memo) for c in children(e))
+        args = tuple(_substitute(c, mapping, replace, memo, left) for c in children(e))
         if args == children(e):
             out = e
         elif isinstance(e, Load):

@@ -55,14 +55,14 @@ def cut_apart(groups: tuple[Fused, ...], name: str) -> tuple[Fused, ...]:
         *early, last = cut(group, f"{name}_{n}" if n else name)
         pieces += [[*k.outputs] for k in early]
         kernels += _sharing(last.outputs)
+    apart = [*pieces, *([*k] for k in kernels)]
     for piece in pieces:
-        home = next((k for k in kernels if _joins(piece, k, kernels)), None)
-        if home is None:
+        joined = next((both for k in kernels if (both := _joined(piece, k)) is not None), None)
+        if joined is None:
             kernels.append(piece)
         else:
-            renamed = [join_group(Value(o.name, o.axes, o.dtype, o.expr), home) for o in piece]
-            home += [o for o in renamed if o is not None]
-    return _ordered([Fused(tuple(k)) for k in kernels])
+            kernels = [joined if k == joined[: len(k)] else k for k in kernels]
+    return _ordered(kernels) or _ordered(apart) or ()
 
 
 def _sharing(outputs: tuple[Output, ...]) -> list[list[Output]]:
@@ -80,35 +80,33 @@ def _sharing(outputs: tuple[Output, ...]) -> list[list[Output]]:
     return [kernel for _, kernel in kernels]
 
 
-def _joins(piece: list[Output], kernel: list[Output], kernels: list[list[Output]]) -> bool:
-    """Whether all of `piece` can be computed by `kernel`, which must not wait for it."""
-    made = {o.name for o in piece}
-    waiting, grew = set(made), True
-    while grew:
-        grew = False
-        for k in kernels:
-            if waiting & _reads(k) and not {o.name for o in k} <= waiting:
-                waiting |= {o.name for o in k}
-                grew = True
-    if waiting & {o.name for o in kernel}:
-        return False
-    return all(join_group(Value(o.name, o.axes, o.dtype, o.expr), kernel) is not None for o in piece)
+def _joined(piece: list[Output], kernel: list[Output]) -> list[Output] | None:
+    """`kernel` with the outputs of `piece`; None if it does not compute the reductions that they need."""
+    both = [*kernel]
+    for o in piece:
+        renamed = join_group(Value(o.name, o.axes, o.dtype, o.expr), both)
+        if renamed is None:
+            return None
+        both.append(renamed)
+    return both
 
 
 def _reads(kernel: list[Output]) -> set[str]:
     return {n.source for o in kernel for n in loads(o.expr)}
 
 
-def _ordered(kernels: list[Fused]) -> tuple[Fused, ...]:
-    """Each kernel after those whose results it reads."""
-    ordered: list[Fused] = []
+def _ordered(kernels: list[list[Output]]) -> tuple[Fused, ...] | None:
+    """Each kernel after those whose results it reads; None if they wait for each other."""
+    ordered: list[list[Output]] = []
     left = kernels
     while left:
-        unmade = {o.name for k in left for o in k.outputs}
-        ready = [k for k in left if not unmade & _reads([*k.outputs])]
+        unmade = {o.name for k in left for o in k}
+        ready = [k for k in left if not unmade & _reads(k)]
+        if not ready:
+            return None
         ordered += ready
-        left = [k for k in left if k not in ready]
-    return tuple(ordered)
+        left = [k for k in left if not any(k is r for r in ready)]
+    return tuple(Fused(tuple(k)) for k in ordered)
 
 
 def _repeated(fused: Fused) -> list[_Cut]:

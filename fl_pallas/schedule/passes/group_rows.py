@@ -37,7 +37,7 @@ def group_rows(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tupl
             kernel = _split(kernel, axis, divisor)
     kinds = roles(*kernel)
     together = _sharing(kernel[0], kernel[1], kinds)
-    return _merged(kernel, together) if len(together) > 1 else kernel
+    return _merged(kernel, together) if len(together) > 1 and _whole(together, kernel[2]) else kernel
 
 
 def group_features(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> Kernel:
@@ -60,11 +60,16 @@ def _side_by_side(axes: list[Axis], kernel: Kernel) -> bool:
     exprs = [s.update for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
     places = [n.index for e in (*exprs, *(s.expr for s in stores)) for n in loads(e)] + [s.index for s in stores]
     run = tuple(map(index, axes))
-    return all(
+    return _whole(axes, stores) and all(
         any(place[k : k + len(run)] == run for k in range(len(place)))
         for place in places
         if any(free_axes(i) & set(axes) for i in place)
     )
+
+
+def _whole(axes: list[Axis], stores: tuple[Store, ...]) -> bool:
+    """Whether each store has all of `axes` or none."""
+    return all(len(set(axes) & set(s.axes)) in (0, len(axes)) for s in stores)
 
 
 def streams(loops: Iterable[Loop]) -> set[Load]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ...errors import Unsupported
 from ..build import substitute
-from ..dtype import compute_dtype
-from ..expr import Expr, loads, reductions
+from ..dtype import compute_dtype, is_float
+from ..expr import Expr, Op, loads, reductions, walk
 from ..program import Program, Value
 from .exchange import exchange
 from .fuse import fuse
@@ -24,6 +25,8 @@ def keep(
       forward, backward: names of the results of either.
 
     Returns: names of values, inputs among them, and what is known of those that say it best by themselves.
+
+    Raises: Unsupported where a gradient goes to the scores that equal their maximum.
     """
     later: set[str] = set()
     for v in joint.values:
@@ -44,6 +47,10 @@ def keep(
             saved.add(v.name)
         else:
             stack += v.reads
+    for v in (v for v in whole.values if v.name in seen or v.name in later):
+        if _compares(v, saved):
+            why = "the gradient goes to what equals the maximum, and scores that are computed again may not (detach it)"
+            raise Unsupported("a maximum that needs a gradient", why, v.where)
     # A result may be known in the dimensions in which the user sees it, and in those of the product that made it.
     sums = {v.name: v.numel for v in whole.values if v.name in cheap - later and _is_sum(v)}
     seen_as = (v for v in whole.values if sums.get(root_of(whole, v.name)) == v.numel and v.name not in later)
@@ -87,6 +94,15 @@ def inner(program: Program) -> frozenset[str]:
                 if members.intersection(v.reads) or v.numel > outer or v.numel == own:
                     found.add(m)
     return frozenset(found)
+
+
+def _compares(v: Value, saved: set[str]) -> bool:
+    """Whether `v` asks if floats are equal of which some are computed again."""
+    tests = (n for n in walk(v.expr) if isinstance(n, Op) and n.name == "eq") if v.expr is not None else ()
+    return any(
+        all(is_float(a.dtype) and loads(a) for a in n.args) and any(m.source not in saved for m in loads(n))
+        for n in tests
+    )
 
 
 def _is_sum(v: Value) -> bool:
