@@ -98,10 +98,11 @@ def inner(program: Program) -> frozenset[str]:
 
 def _compares(v: Value, saved: set[str]) -> bool:
     """Whether `v` asks if floats are equal of which some are computed again."""
-    tests = (n for n in walk(v.expr) if isinstance(n, Op) and n.name == "eq") if v.expr is not None else ()
+    tests = [n for n in walk(v.expr) if isinstance(n, Op) and n.name == "eq"] if v.expr is not None else []
     return any(
-        all(is_float(a.dtype) and loads(a) for a in n.args) and any(m.source not in saved for m in loads(n))
+        a is not b and is_float(a.dtype) and loads(a) and loads(b) and any(m.source not in saved for m in loads(n))
         for n in tests
+        for a, b in (n.args,)
     )
 
 
