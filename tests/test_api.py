@@ -1101,3 +1101,17 @@ def test_public_names() -> None:
     assert set(fl.__all__) <= set(dir(fl))
     for error in (fl.ConfigError, fl.InputError, fl.Unsupported):
         assert issubclass(error, fl.FlPallasError)
+
+
+def test_positions_of_a_gather_are_computed_inside() -> None:
+    """As large as the scores, and a load inside of the index of another load."""
+
+    def gathered(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        i = torch.arange(q.shape[-2])
+        position = (i[:, None] - i + 16).clamp(0, 31)
+        by_position = torch.gather(q @ table.mT, -1, position.expand(*q.shape[:-1], -1))
+        return (q @ k.mT + by_position).softmax(-1) @ v
+
+    (graph,) = fl.explain(gathered, *qkv(100), torch.randn(32, 16)).graphs
+    assert len(graph.kernels) == 1
+    assert not any("clamp" in name for name, _ in graph.left)

@@ -50,8 +50,11 @@ def fuse(program: Program, region: Region) -> tuple[Fused, ...]:
     for name in (*region.members, *region.outputs):
         v = program.by_name[name]
         assert v.expr is not None
-        found = {n: inline_load(n, inlined[n.source]) for n in loads(v.expr) if n.source in inlined}
-        inlined[name] = Value(v.name, v.axes, v.dtype, substitute(v.expr, {}, dict(found)))
+        expr = v.expr
+        # A load may be the index of another (a gather).
+        while found := {n: inline_load(n, inlined[n.source]) for n in loads(expr) if n.source in inlined}:
+            expr = substitute(expr, {}, dict(found))
+        inlined[name] = Value(v.name, v.axes, v.dtype, expr)
     outputs = sorted((inlined[o] for o in region.outputs), key=lambda v: -len(v.axes))
     groups: list[list[Output]] = []
     for v in outputs:
