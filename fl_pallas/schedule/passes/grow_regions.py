@@ -102,7 +102,7 @@ def grow_regions(program: Program) -> Growth:
         if blocker is not None and blocker[1] is RETURNED and (other := _turned(program, seed)) is not None:
             # What both sides share may be what is reduced: s[i, j] + v[j, d], by max over j.
             seed, blocker = (other, None) if _grow(program, other) is None else (seed, blocker)
-        if blocker is not None and seed.large < seed.members.keys() and _close(program, seed) is None:
+        if blocker is not None and _is_larger(program, seed) and _spares(program, seed):
             # It reaches memory in any case, but once, and what the region reduces is spared.
             if blocker[1] is not RETURNED:
                 read = max((program.by_name[root_of(program, r)] for r in blocker[0].reads), key=lambda v: v.numel)
@@ -179,6 +179,17 @@ def _touched(node: Load) -> frozenset[Axis]:
     return frozenset().union(*(free_axes(i) for i in node.index))
 
 
+def _is_larger(program: Program, seed: _Seed) -> bool:
+    """Whether a join is larger than each of its operands."""
+    v = seed.value
+    return bool(seed.rows and seed.cols) and all(v.numel > program.by_name[r].numel for r in v.reads)
+
+
+def _spares(program: Program, seed: _Seed) -> bool:
+    """Whether the region, with what lies between its members, reduces what it grew from at all."""
+    return seed.large < seed.members.keys() and _close(program, seed) is None
+
+
 def _is_blow_up(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
     """Whether a region grows from this join.
 
@@ -191,7 +202,7 @@ def _is_blow_up(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
     if v.projection or _is_table(program, v):
         return False
     coupled, normalised, followed = _path(program, v)
-    larger = bool(seed.rows and seed.cols) and all(v.numel > program.by_name[r].numel for r in v.reads)
+    larger = _is_larger(program, seed)
     if _has_weight(program, v):
         contraction = max((r.axis.extent for r in reductions(v.expr)), default=1)
         return normalised and followed and larger and contraction <= MAX_WEIGHT_CONTRACTION
