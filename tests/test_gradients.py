@@ -102,6 +102,12 @@ def prefix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _masked(q, k, v, (i <= i[:, None]) | (i < 2))
 
 
+def sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+    """sinks [h], a logit that joins the softmax."""
+    logits = sinks[:, None, None].expand(*q.shape[:-1], 1)
+    return torch.cat([q @ k.mT / math.sqrt(q.shape[-1]), logits], -1).softmax(-1)[..., :-1] @ v
+
+
 def documents(q: Tensor, k: Tensor, v: Tensor, doc: Tensor) -> Tensor:
     return _masked(q, k, v, (doc[:, :, None] == doc[:, None])[:, None])
 
@@ -160,7 +166,7 @@ SMALL = {
     "window": Small(window, qkv(d=4, h=1)),
     "prefix": Small(prefix, qkv(d=4, h=1)),
     "documents": Small(documents, _with(lambda g: g.ints(0, 2, 1, g.seq))),
-    "sink": Small(normalisers.sink, _with(lambda g: g.normal(2), h=2)),
+    "sink": Small(sink, _with(lambda g: g.normal(2), h=2)),
     "sigmoid": Small(normalisers.sigmoid, qkv(d=4, h=1)),
     "differential": Small(science.differential, _differential),
     "evoformer": Small(science.evoformer_row, _evoformer, frozen=(3,)),
