@@ -202,7 +202,7 @@ class _Specialised:
                 # Kernels are compiled by their first call; inputs are never written, so PyTorch can still do it.
                 out = run(*args)
             except Unsupported as refusal:
-                _report(Fallback(refusal.what, refusal.why, refusal.where, 0), self.settings)
+                _report(_refused(refusal), self.settings)
                 run, out = self.gm, self.gm(*args)
             self.versions[key] = run
             self.only = run if self.fixed else None
@@ -225,7 +225,7 @@ class _Specialised:
             try:
                 return differentiable(self.gm, args, keep, inner, self._pass("forward"), self._pass("backward"))
             except Unsupported as refusal:
-                self._tell(Graph(None, (Fallback(refusal.what, refusal.why, refusal.where, 0),), ()))
+                self._tell(Graph(None, (_refused(refusal),), ()))
                 return self.gm
         aten = _functional(self.gm, args)
         if aten is None:
@@ -243,7 +243,7 @@ class _Specialised:
                 with _building:
                     run = self._compiled(aten, args, plain, name, facts)
             except Unsupported as refusal:
-                self._tell(Graph(None, (Fallback(refusal.what, refusal.why, refusal.where, 0),), (), name=name))
+                self._tell(Graph(None, (_refused(refusal),), (), name=name))
                 return plain.forward
             return self._or(run, plain.forward)
 
@@ -257,7 +257,7 @@ class _Specialised:
             try:
                 return chosen[0](*args)
             except Unsupported as refusal:
-                _report(Fallback(refusal.what, refusal.why, refusal.where, 0), self.settings)
+                _report(_refused(refusal), self.settings)
                 chosen[0] = otherwise
                 return otherwise(*args)
 
@@ -285,6 +285,11 @@ class _Specialised:
         else:
             for f in graph.fallbacks:
                 _report(f, self.settings)
+
+
+def _refused(refusal: Unsupported) -> Fallback:
+    """What a refusal leaves to PyTorch."""
+    return Fallback(refusal.what, refusal.why, refusal.where, 0)
 
 
 def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -105,7 +106,7 @@ def _opened(gm: GraphModule) -> GraphModule:
     inputs = [graph.placeholder(n.name) for n in placeholders]
     result = graph.call_function(run, tuple(inputs))
     outputs = next(n for n in gm.graph.nodes if n.op == "output").args[0]
-    graph.output(tuple(graph.call_function(_item, (result, k)) for k in range(len(outputs))))  # type: ignore[arg-type]
+    graph.output(tuple(graph.call_function(operator.getitem, (result, k)) for k in range(len(outputs))))  # type: ignore[arg-type]
     return GraphModule(gm, graph)
 
 
@@ -141,7 +142,3 @@ def _without_needs(gm: GraphModule) -> GraphModule:
     gm.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
     gm.recompile()
     return gm
-
-
-def _item(values: Sequence[Any], k: int) -> Any:
-    return values[k]

@@ -7,7 +7,7 @@ index expressions are solved for the loop axis; what a tile of the grid spans en
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from ..build import FALSE, TRUE, negate, op, select, substitute
@@ -46,7 +46,7 @@ def _interior(loop: Loop, tiled: frozenset[Axis]) -> Interior | None:
             if found is not None:
                 replaced[test] = TRUE if kept else FALSE
                 lower, upper = narrowed(lower, found[0], "max"), narrowed(upper, found[1], "min")
-    return Interior(lower, upper, unmasked(loop.steps, replaced)) if replaced else None
+    return Interior(lower, upper, substituted(loop.steps, replaced)) if replaced else None
 
 
 def masks(steps: tuple[Step, ...]) -> Iterator[tuple[Expr, bool]]:
@@ -63,8 +63,8 @@ def masks(steps: tuple[Step, ...]) -> Iterator[tuple[Expr, bool]]:
                     yield test, hidden[1]
 
 
-def unmasked(steps: tuple[Step, ...], outcomes: dict[Expr, Expr]) -> tuple[Step, ...]:
-    """`steps` with tests replaced by their outcomes."""
+def substituted(steps: tuple[Step, ...], outcomes: Mapping[Expr, Expr]) -> tuple[Step, ...]:
+    """`steps` with nodes of what they accumulate, a mask's tests say, replaced by their outcomes."""
     return tuple(
         replace(s, update=substitute(s.update, {}, outcomes)) if isinstance(s, Accumulator) else s for s in steps
     )

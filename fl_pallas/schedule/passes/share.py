@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..build import substitute
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Reduce, free_axes, index, load, loads, reductions, ref_names, walk
 from ..inner import as_product, power_of_two
-from ..plan import Accumulator, Choices, KernelPlan, Loop, Step, Store
+from ..plan import Accumulator, Choices, KernelPlan, Loop, Store
+from .bound_loops import substituted
 from .choose import MIN_TILE, roles
 from .fuse import Fused
 from .stream import parallel_axes, stream
@@ -93,7 +93,4 @@ def _storing(e: Expr, name: str, axes: tuple[Axis, ...], row: Axis, compute: str
 def loading(loops: tuple[Loop, ...], held: Mapping[Expr, Expr]) -> tuple[Loop, ...]:
     """Loops that load what is `held`."""
 
-    def of_step(s: Step) -> Step:
-        return replace(s, update=substitute(s.update, {}, held)) if isinstance(s, Accumulator) else s
-
-    return tuple(replace(loop, steps=tuple(map(of_step, loop.steps))) for loop in loops)
+    return tuple(replace(loop, steps=substituted(loop.steps, held)) for loop in loops)

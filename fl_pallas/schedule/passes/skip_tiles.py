@@ -33,7 +33,7 @@ from ..inner import MAX_WHOLE, power_of_two
 from ..plan import Accumulator, Choices, Interior, KernelPlan, Loop, Store, bounds_of
 from ..spans import Span, truth
 from ..text import expr_text
-from .bound_loops import contribution, masks, narrowed, unmasked
+from .bound_loops import contribution, masks, narrowed, substituted
 
 # Below this extent a loop has too few tiles to pay for a kernel that looks at the masks' data, unless there are many
 # such loops: at the second extent, with so many scores in all.
@@ -105,7 +105,7 @@ def _interior(loop: Loop, known: _Known) -> Interior | None:
     upper = reduce("min", known.granules, select(beyond, start, end), "i64")
     if loop.interior is not None:
         lower, upper = narrowed(loop.interior.lower, lower, "max"), narrowed(loop.interior.upper, upper, "min")
-    return Interior(lower, upper, unmasked(steps, replaced))
+    return Interior(lower, upper, substituted(steps, replaced))
 
 
 class _Known:
