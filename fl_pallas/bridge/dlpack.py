@@ -17,7 +17,6 @@ from jax import lax  # noqa: E402
 
 from ..capture.dtypes import short_dtype  # noqa: E402
 from ..kernels.triton import TensorSpec, operand_names, pallas_function  # noqa: E402
-from .layout import Readable  # noqa: E402
 
 # JAX takes CPU memory as it is only at this alignment; bytes.
 ALIGNMENT = 64
@@ -73,7 +72,6 @@ class DlpackKernel:
     def __init__(self, plan: KernelPlan, interpret: bool):
         self.plan, self.interpret = plan, interpret
         self.names = operand_names(plan)
-        self._readable = Readable(plan)
         self._compiled = functools.lru_cache(maxsize=64)(self._compile)
 
     def _compile(self, specs: tuple[TensorSpec, ...], precision: object):
@@ -84,8 +82,6 @@ class DlpackKernel:
         device = next((t.device for t in operands if t.dim()), None)
         # PyTorch lets a CPU tensor of no dimensions take part in computations on a GPU.
         operands = [t if device is None or t.device == device else t.to(device) for t in operands]
-        if not self.interpret:
-            operands = self._readable(operands)
         with jax.enable_x64(True):
             views = [flat_view(t) for t in operands]
             run = self._compiled(tuple(spec for _, spec in views), matmul_precision(self.interpret))

@@ -24,7 +24,7 @@ from ..kernels.sizes import Laid, Mismatch, generalise, laid, opened, programs_o
 from ..kernels.triton import contiguous, grid_size, operand_names
 from ..schedule.plan import Choices, KernelPlan, fingerprint
 from .dlpack import matmul_precision
-from .layout import laid_out, spec_of, to_copy
+from .layout import spec_of
 
 # Compiled versions of one kernel (shapes, strides, types, alignments, devices) kept at a time.
 MAX_VERSIONS = 64
@@ -70,12 +70,12 @@ class _Version:
 
     Attributes:
       device: where it runs.
-      changes: operands (by position) that are replaced, and how: by a copy, on the device.
+      moved: operands (by position) that are copied to the device first, their sign bit resolved.
       launch: None for a kernel of no programs.
     """
 
     device: torch.device
-    changes: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...]
+    moved: tuple[int, ...]
     launch: _Launch | None
 
 
@@ -151,11 +151,6 @@ class Family:
         return made
 
 
-def _fresh(device: torch.device, dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Makes copies on the device, elements along `dim` neighbours in memory."""
-    return lambda t: laid_out(t.to(device).resolve_neg(), dim)
-
-
 def _alike(own: Laid, general: Laid) -> bool:
     """Whether `general` can do what `own` does."""
     with contextlib.suppress(Mismatch):
@@ -219,10 +214,8 @@ class DirectKernel:
             version = latest.version
         else:
             version = self._version(key, operands)
-        if version.changes:
-            operands = list(operands)
-            for n, change in version.changes:
-                operands[n] = change(operands[n])
+        if version.moved:
+            operands = _moved(operands, version.moved, version.device)
             pointers = [t.data_ptr() for t in operands]
         device, launch = version.device, version.launch
         index: int = device.index  # type: ignore[assignment]
@@ -266,22 +259,16 @@ class DirectKernel:
             if found is not None:
                 return found
             device = self._place(operands)
-            changes: list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = []
-            copied = to_copy(self.plan, operands)
-            operands = list(operands)
-            for n, (t, name) in enumerate(zip(operands, self.names, strict=True)):
-                # PyTorch lets a CPU tensor of no dimensions take part in computations on a GPU.
-                if t.device != device or t.is_neg() or name in copied:
-                    change = _fresh(device, copied.get(name, -1))
-                    operands[n] = change(t)
-                    changes.append((n, change))
+            # PyTorch lets a CPU tensor of no dimensions take part in computations on a GPU.
+            moved = tuple(n for n, t in enumerate(operands) if t.device != device or t.is_neg())
+            operands = _moved(operands, moved, device)
             launch = None
             if self._programs:
                 with cache.cubins():
                     launch = self._built(operands, device.index)  # type: ignore[arg-type]
             while len(self._versions) >= MAX_VERSIONS:
                 del self._versions[next(iter(self._versions))]
-            self._versions[key] = version = _Version(device, tuple(changes), launch)
+            self._versions[key] = version = _Version(device, moved, launch)
             return version
 
     def _built(self, operands: Sequence[torch.Tensor], index: int) -> _Launch:
@@ -354,6 +341,11 @@ class DirectKernel:
             scratch = (run.launch_cooperative_grid, run.launch_pdl, None, None)
             return _Launch(run.launch, lowered.programs, (kernel.function, *scratch, *hooks), kernel)
         return _Launch(run, lowered.programs, (kernel.function, *hooks), kernel)
+
+
+def _moved(operands: Sequence[torch.Tensor], which: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
+    """Operands, `which` of them as the device can read them."""
+    return [t.to(device).resolve_neg() if n in which else t for n, t in enumerate(operands)]
 
 
 def milliseconds(launch: Callable[[], None]) -> float:

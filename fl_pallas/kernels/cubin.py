@@ -33,7 +33,8 @@ class Cubin:
       registers: of a thread.
       stack: bytes of local memory of a thread; all of it spilled registers, for kernels have no arrays.
       shared: bytes of shared memory of a program.
-      asm: the stages of the compilation by name: "ttir", "ttgir", "llir", "ptx".
+      asm: the stages of the compilation by name: "ttir", "ttgir", "llir", "ptx"; "sass" of a kernel with asynchronous
+        matrix instructions.
     """
 
     binary: bytes
@@ -92,12 +93,18 @@ def _file(lowered: Lowered) -> Iterator[str]:
 def compile_ttir(lowered: Lowered, capability: int) -> Cubin:
     """Compile Triton IR to a cubin and read what it needs.
 
-    Raises: Unsupported, with the compiler's words.
+    Raises: Unsupported, with the compiler's words, or for code that would compute something else.
     """
     kernel = compile_kernel(lowered, capability)
-    registers, stack = resources(kernel.asm["cubin"])
-    texts = {name: text for name, text in kernel.asm.items() if isinstance(text, str)}
-    return Cubin(kernel.asm["cubin"], capability, registers, stack, kernel.metadata.shared, texts)
+    binary, texts = kernel.asm["cubin"], {name: text for name, text in kernel.asm.items() if isinstance(text, str)}
+    is_async = "wgmma" in texts["ptx"]
+    dump = _dumped(binary, "--dump-resource-usage", *(["--dump-sass"] if is_async else []))
+    if is_async:
+        texts["sass"] = dump
+        if is_miscompiled(dump):
+            raise Unsupported(lowered.name, f"ptxas gives a matrix product a wrong address for sm_{capability}")
+    registers, stack = resources(dump)
+    return Cubin(binary, capability, registers, stack, kernel.metadata.shared, texts)
 
 
 def is_serial(cubin: Cubin) -> bool:
@@ -107,21 +114,47 @@ def is_serial(cubin: Cubin) -> bool:
     a product is under way.
     """
     products = cubin.asm["ttgir"].count("warp_group_dot ")
-    return products > 0 and _dumped(cubin.binary, "--dump-sass").count("WARPGROUP.ARRIVE") > products
+    return products > 0 and cubin.asm["sass"].count("WARPGROUP.ARRIVE") > products
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack) of a thread of the kernel."""
-    text = _dumped(cubin, "--dump-resource-usage")
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    assert found, text
+# Halves of a 64-bit sum in uniform registers: the lower one leaves its carry in a predicate, the upper one takes it.
+_LOWER = re.compile(r"UIADD3 (UR\d+), (UP\d), (UR\d+), \S+, URZ")
+_UPPER = re.compile(r"UIADD3\.X UR\d+, (UR\d+), \S+, URZ, (UP\d), !UPT")
+_WRITTEN = re.compile(r"\*/\s+(?:@!?U?P\w+ )?((?:U|R2U|S2U)[\w.]+) UR(\d+)")
+
+
+def is_miscompiled(sass: str) -> bool:
+    """Whether a 64-bit sum takes both of its halves from one register.
+
+    ptxas of CUDA 12.8, which Triton 3.6 brings, does so to some descriptors of matrices in shared memory (an address,
+    and constants in the upper half) that begin where those of another product did; that of 12.9 does not. The product
+    then reads elsewhere, even outside of shared memory.
+    """
+    source: dict[str, str] = {}
+    for line in sass.splitlines():
+        if upper := _UPPER.search(line):
+            if source.get(upper[2]) == upper[1]:
+                return True
+        if written := _WRITTEN.search(line):
+            wide = ".64" in written[1] or ".WIDE" in written[1]
+            changed = {f"UR{int(written[2]) + n}" for n in range(1 + wide)}
+            source = {carry: register for carry, register in source.items() if register not in changed}
+        if lower := _LOWER.search(line):
+            source[lower[2]] = lower[3] if lower[3] != lower[1] else ""
+    return False
+
+
+def resources(dump: str) -> tuple[int, int]:
+    """(registers, bytes of stack) of a thread, from what `cuobjdump --dump-resource-usage` tells."""
+    found = re.search(r"REG:(\d+) STACK:(\d+)", dump)
+    assert found, dump
     return int(found[1]), int(found[2])
 
 
-def _dumped(cubin: bytes, what: str) -> str:
+def _dumped(cubin: bytes, *what: str) -> str:
     """What `cuobjdump` (shipped with triton) tells of a cubin."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [knobs.nvidia.cuobjdump.path, what, str(path)]
+        command = [knobs.nvidia.cuobjdump.path, *what, str(path)]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -16,20 +16,15 @@ from ..errors import Unsupported
 from ..schedule.expr import (
     Axis,
     Expr,
-    Index,
-    Load,
     Reduce,
     Ref,
     Size,
     children,
     free_axes,
     loads,
-    reductions,
     ref_names,
     walk,
 )
-from ..schedule.inner import as_product
-from ..schedule.integer import from_linear, linear
 from ..schedule.plan import Accumulator, Interior, KernelPlan, Loop, Step, bounds_of
 from .pointwise import POINTWISE
 from .tile import COMBINE, JNP, Evaluator, Operand, Scope, Tile, identity_of, seen
@@ -80,39 +75,6 @@ def _step_expressions(step: Step) -> list[Expr]:
     if isinstance(step, Accumulator):
         return [step.update] + ([step.correct] if step.correct is not None else [])
     return [step.value]
-
-
-def scattered(plan: KernelPlan, specs: Sequence[TensorSpec]) -> dict[str, int]:
-    """The 16-bit operands whose head dimension does not lie contiguously in memory, and which dimension that is.
-
-    Triton 3.6 multiplies such tiles wrongly on Hopper, or reads outside of shared memory, for some sizes
-    (compute-sanitizer shows it; benchmarks/probe_transposed.py finds it): they are copied first.
-    """
-    held = dict(zip(operand_names(plan), specs, strict=True))
-    tiled = frozenset(a for a, n in plan.choices.tiles if n > 1)
-    sums = [s for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator) and s.kind == "sum"]
-    products: list[tuple[Expr, frozenset[Axis]]] = [(s.update, frozenset(plan.features)) for s in sums]
-    for r in {n for e in expressions(plan) for n in reductions(e) if n.kind == "sum"}:
-        if as_product(r.body, r.axis, tiled | {r.axis}) is not None:
-            products.append((r.body, frozenset((r.axis,))))
-    found: dict[str, int] = {}
-    for body, axes in products:
-        for node in (n for n in loads(body) if n.dtype in ("bf16", "f16")):
-            along = sorted(free_axes(node) & axes, key=lambda a: a.name)
-            if along and all(_step(node, axis, held[node.source].strides) != 1 for axis in along):
-                found[node.source] = max(d for d, i in enumerate(node.index) if free_axes(i) & axes)
-    return found
-
-
-def _step(node: Load, axis: Axis, strides: Sequence[int | Size]) -> int | None:
-    """Elements between neighbours along `axis` in a load; None if they are not evenly spaced."""
-    total: dict[Expr, int] = {}
-    for i, stride in zip(node.index, strides, strict=True):
-        for term, k in linear(i)[0].items():
-            total[term] = total.get(term, 0) + k * seen(stride)
-    terms, _ = linear(from_linear(({t: k for t, k in total.items() if k}, 0), "i64"))
-    along = [t for t in terms if axis in free_axes(t)]
-    return terms[along[0]] if len(along) == 1 and isinstance(along[0], Index) else None
 
 
 def check_supported(plan: KernelPlan, interpret: bool) -> None:

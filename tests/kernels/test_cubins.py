@@ -11,11 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from triton import knobs
 
 import fl_pallas as fl
 from fl_pallas.bridge.dlpack import DlpackKernel, matmul_precision
 from fl_pallas.capture.dtypes import torch_dtype
-from fl_pallas.kernels.cubin import Cubin, compile_ttir, is_serial, simplified
+from fl_pallas.kernels.cubin import Cubin, compile_ttir, is_miscompiled, is_serial, simplified
 from fl_pallas.kernels.fit import SPILL, fitting
 from fl_pallas.kernels.lower import Lowered, lower_contiguous
 from fl_pallas.kernels.triton import operand_names
@@ -125,6 +126,37 @@ def test_products_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_serial(compile_ttir(simplified(lower(plan), 90), 90))
     (made,) = fitting(plan, lower, 90)
     assert not is_serial(made.cubin)
+
+
+# What ptxas of CUDA 12.8 made of the descriptors of a second product, and what of those of the first.
+WRONG = """
+        /*18930*/                   UMOV UR10, UR8 ;
+        /*18940*/                   UMOV UR11, 0xc0000010 ;
+        /*18970*/                   UIADD3 UR4, UP0, UR5, 0x20, URZ ;
+        /*18980*/                   UIADD3.X UR5, UR5, -0x3ffffff0, URZ, UP0, !UPT ;
+"""
+RIGHT = """
+        /*17d60*/                   UMOV UR4, URZ ;
+        /*17e80*/                   UIADD3 UR10, UP0, UR8, 0x2, URZ ;
+        /*17e90*/                   UIADD3.X UR11, UR4, -0x7fffffe0, URZ, UP0, !UPT ;
+        /*15820*/                   UIADD3 UR8, UP0, UR4, 0x20, URZ ;
+        /*15828*/                   UMOV UR4, URZ ;
+        /*15830*/                   UIADD3.X UR9, UR4, -0x3ffffff0, URZ, UP0, !UPT ;
+"""
+
+
+def test_wrong_addresses_are_found() -> None:
+    assert is_miscompiled(WRONG) and is_miscompiled(RIGHT + WRONG)
+    assert not is_miscompiled(RIGHT)
+
+
+def test_choices_with_wrong_addresses_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latent attention of 100 keys: ptxas of CUDA 12.8 spoils its first choice, and that of 12.9 does not."""
+    monkeypatch.setitem(globals(), "SEQ", 100)
+    ((plan, lower),) = kernels_of.__wrapped__("latent", torch.bfloat16)
+    (made,) = fitting(plan, lower, 90)
+    old = tuple(map(int, knobs.nvidia.ptxas.version.split("."))) < (12, 9)
+    assert (made.choices != plan.choices) == old
 
 
 def test_alignment_reaches_the_loads() -> None:
