@@ -28,6 +28,7 @@ from .explain import Explanation, Fallback, Graph
 from .kernels.triton import check_supported
 from .schedule.dtype import itemsize
 from .schedule.passes.keep import inner, keep
+from .schedule.passes.vanish import vanishing
 from .schedule.pipeline import Schedule, schedule
 from .schedule.plan import KernelPlan
 from .schedule.program import Program, Value
@@ -223,7 +224,9 @@ class _Specialised:
             return self.gm
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             try:
-                return differentiable(self.gm, args, keep, inner, self._pass("forward"), self._pass("backward"))
+                return differentiable(
+                    self.gm, args, vanishing, keep, inner, self._pass("forward"), self._pass("backward")
+                )
             except Unsupported as refusal:
                 self._tell(Graph(None, (_refused(refusal),), ()))
                 return self.gm

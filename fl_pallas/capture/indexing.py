@@ -83,6 +83,20 @@ def _gather(out: Spec, x: Tensor, dim: int, index: Tensor, **_: Any) -> At:
     return lambda idx: x.at(replaced(idx, d, _position(index, idx)))
 
 
+def _scatter(out: Spec, x: Tensor, dim: int, index: Tensor, src: Tensor | Number, **_: Any) -> At:
+    """One place along `dim` for each index along the others: the gradient of a maximum, a one-hot row."""
+    d = dim % max(1, len(x.shape))
+    if not x.shape or index.shape != replaced(x.shape, d, 1):
+        raise Unsupported("aten.scatter", "several places, or a part of the tensor")
+
+    def at(idx: Indices) -> Expr:
+        first = replaced(idx, d, build.const(0, "i64"))
+        put = element(src, first, out.dtype) if isinstance(src, Tensor) else constant(src, out.dtype)
+        return build.select(integer("eq", idx[d], _position(index, first)), put, x.at(idx))
+
+    return at
+
+
 def _index_select(out: Spec, x: Tensor, dim: int, index: Tensor) -> At:
     if not x.shape:
         return lambda idx: x.at(())
@@ -115,6 +129,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.index: _index,
     aten._unsafe_index: _index,
     aten.gather: _gather,
+    **dict.fromkeys((aten.scatter.src, aten.scatter.value), _scatter),
     aten.index_select: _index_select,
     aten.embedding: _embedding,
 }

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.fx.traceback import preserve_node_meta
 
+from ..errors import Unsupported
 from ..schedule.program import Program, Value
 from .aten import OpenAttention
 from .drawn import Inner, give_back
@@ -23,7 +24,9 @@ from .translate import translate
 
 aten = torch.ops.aten
 Compiler = Callable[[GraphModule, Sequence[Any], tuple[Value, ...]], Callable[..., Any]]
-# (joint Program, results of its forward, of its backward) -> names of what is kept, and what is known of some.
+# (joint Program, results of its forward, of its backward) -> names of what is zero whatever the numbers are.
+Vanishing = Callable[[Program, tuple[str, ...], tuple[str, ...]], frozenset[str]]
+# The same -> names of what is kept, and what is known of some.
 Keep = Callable[[Program, tuple[str, ...], tuple[str, ...]], tuple[frozenset[str], tuple[Value, ...]]]
 
 # Row statistics are nodes of their own, which a backward pass can be handed.
@@ -33,6 +36,7 @@ _OPENED = get_decompositions((aten._softmax, aten._log_softmax, aten._safe_softm
 def differentiable(
     gm: GraphModule,
     inputs: Sequence[Any],
+    vanishing: Vanishing,
     keep: Keep,
     inner: Inner,
     forward: Compiler,
@@ -43,6 +47,7 @@ def differentiable(
     Args:
       gm: a graph of torch functions.
       inputs: the tensors and numbers it is called with; their data is not read.
+      vanishing: which gradients are known to be zero.
       keep: which values of the forward pass the backward pass reads from memory; others it computes again.
       inner: which values of the forward pass kernels compute, and do not store for their size.
       forward, backward: make a callable of an ATen graph of either pass (its tensors have their fakes in
@@ -55,10 +60,10 @@ def differentiable(
             results, _ = _outputs(joint, num_fwd_outputs)
             give_back(joint, lambda p: inner(replace(p, outputs=tuple(n for n in results if n in p.by_name))))
             program = translate(joint)
-        results, gradients = _outputs(joint, num_fwd_outputs)
-        names, known = keep(
-            program, *(tuple(n for n in group if n in program.by_name) for group in (results, gradients))
-        )
+            if zeros := vanishing(program, *_results(joint, num_fwd_outputs, program)):
+                _set_to_zero(joint, zeros)
+                program = translate(joint)
+        names, known = keep(program, *_results(joint, num_fwd_outputs, program))
         facts.extend(known)
         _need(joint, num_fwd_outputs, {f.name for f in known})
         # A node may want an input of which its values make no use.
@@ -74,7 +79,12 @@ def differentiable(
     )
     # A second backward pass (retain_graph) reads what is kept again: its memory is not given away.
     with config.patch(donated_buffer=False):
-        return compiler(_opened(gm), inputs)
+        try:
+            return compiler(_opened(gm), inputs)
+        except RuntimeError as e:
+            if isinstance(e, Unsupported):
+                raise
+            raise Unsupported("the backward pass", f"PyTorch cannot trace it: {e}") from e
 
 
 def _boxed(compiler: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]) -> Any:
@@ -115,6 +125,25 @@ def _outputs(joint: GraphModule, forward: int) -> tuple[tuple[str, ...], tuple[s
     results: Any = next(n for n in joint.graph.nodes if n.op == "output").args[0]
     names = [n.name if isinstance(n, Node) else "" for n in results]
     return tuple(names[:forward]), tuple(names[forward:])
+
+
+def _results(joint: GraphModule, forward: int, program: Program) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """`_outputs`, less what is no value of the Program."""
+    results, gradients = _outputs(joint, forward)
+    return tuple(n for n in results if n in program.by_name), tuple(n for n in gradients if n in program.by_name)
+
+
+def _set_to_zero(joint: GraphModule, names: frozenset[str]) -> None:
+    """Put zeros in the place of tensors, and leave out what only they needed."""
+    for node in [n for n in joint.graph.nodes if n.name in names]:
+        value = node.meta["val"]
+        with joint.graph.inserting_before(node):
+            kind = {"dtype": value.dtype, "device": value.device}
+            zeros = joint.graph.call_function(aten.full.default, (list(value.shape), 0.0), kind)
+        zeros.meta.update(node.meta)
+        node.replace_all_uses_with(zeros)
+    joint.graph.eliminate_dead_code()
+    joint.recompile()
 
 
 def _need(joint: GraphModule, forward: int, names: set[str]) -> None:

@@ -288,14 +288,14 @@ def non_negative(e: Expr, positive: frozenset[str]) -> bool:
     return False
 
 
-def may_be_huge(e: Expr, axis: Axis) -> bool:
-    """Whether `e` may be finite and near the end of its type's range: a constant is, or data along `axis` is added
-    that is no sum (masks come so)."""
+def may_be_huge(e: Expr, axis: Axis, limit: float = HUGE) -> bool:
+    """Whether `e` may be finite and beyond `limit` (near the end of its type's range): a constant is, or data along
+    `axis` is added that is no sum (masks come so)."""
     if isinstance(e, Const):
-        return HUGE <= abs(e.value) < math.inf
+        return limit <= abs(e.value) < math.inf
     if isinstance(e, Load):
         return is_float(e.dtype) and axis in free_axes(e)
-    return isinstance(e, Op) and any(may_be_huge(a, axis) for a in e.args)
+    return isinstance(e, Op) and any(may_be_huge(a, axis, limit) for a in e.args)
 
 
 def positive_factor(e: Expr) -> tuple[Expr, float]:

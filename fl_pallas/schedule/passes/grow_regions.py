@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from ..build import substitute
 from ..dtype import is_float, itemsize
-from ..expr import Axis, Expr, Load, Op, free_axes, index, load, loads, reductions, walk
+from ..expr import Axis, Const, Expr, Load, Op, free_axes, index, load, loads, reductions, walk
 from ..program import Program, Value
 from .resolve_views import inline_load, root_of
 
@@ -265,6 +265,7 @@ def _path(program: Program, v: Value) -> tuple[bool, bool, bool]:
     (some step is not linear, some reduction is of `v` alone, some reduction consumes it)
     """
     seen, stack, coupled, normalised, followed = set(), [v.name], False, False, False
+    path, sums = {v.name}, []
     while stack:
         name = stack.pop()
         for user in program.users[name]:
@@ -278,11 +279,30 @@ def _path(program: Program, v: Value) -> tuple[bool, bool, bool]:
                 continue
             found = reductions(u.expr)
             followed |= bool(found)
-            normalised |= any(len(set(loads(r.body))) == 1 for r in found)
+            alone = {r.kind for r in found if len(set(loads(r.body))) == 1}
+            normalised |= bool(alone - {"sum"})
+            sums += [u] if "sum" in alone else []
             coupled |= any(isinstance(n, Op) and _couples(n) for n in walk(u.expr))
             if not found or len(u.axes) == len(v.axes) and u.numel == v.numel:
                 stack.append(user)
+                path.add(user)
+    normalised |= any(_meets(program, u, path) for u in sums)
     return coupled or normalised, normalised, followed
+
+
+def _meets(program: Program, u: Value, path: set[str]) -> bool:
+    """Whether a sum over values of `path` is put together with one of them again (the gradient of a bias is not)."""
+    assert u.expr is not None
+    rest = substitute(u.expr, {}, {r: Const(0, r.dtype) for r in reductions(u.expr)})
+    if any(n.source in path for n in loads(rest)):
+        return True
+    below = {u.name}
+    for value in program.values:
+        if below & set(value.reads):
+            if path & set(value.reads):
+                return True
+            below.add(value.name)
+    return False
 
 
 def _couples(n: Op) -> bool:

@@ -14,6 +14,9 @@ from ..plan import Accumulator, Loop, Step
 from ..program import Value
 from .fuse import Fused
 
+# Scores of this size come from masks alone.
+LARGE = 2.0**10
+
 
 def without_divisions(fused: Fused, facts: Sequence[Value] = ()) -> Fused:
     """Before: `x[i, j] / y[i]`, `x / 3`. After: `x[i, j] * (1 / y[i])`, `x * 0.333…`: one division a row, not one an
@@ -34,7 +37,10 @@ def _is_positive(e: Expr) -> bool:
 
 
 def _into_exponent(e: Expr, positive: frozenset[str]) -> Expr:
-    """`exp(a - b) * (1 / l)` as `exp(a - (b + log(l)))`; `b` and `l`, a load known to be positive, are of a row."""
+    """`exp(a - b) * (1 / l)` as `exp(a - (b + log(l)))`; `b` and `l`, a load known to be positive, are of a row.
+
+    Not where masks may be large numbers: beside that of a row which sees nothing, `log(l)` would be lost to rounding.
+    """
     if not isinstance(e, Op) or e.name != "mul":
         return e
     for power, inverse in (e.args, e.args[::-1]):
@@ -43,8 +49,11 @@ def _into_exponent(e: Expr, positive: frozenset[str]) -> Expr:
             if not isinstance(by, Load) or by.source not in positive or inverse.args[0] is not const(1.0, e.dtype):
                 continue
             if isinstance(exponent, Op) and exponent.name == "sub" and free_axes(exponent.args[1]) == free_axes(by):
+                x = exponent.args[0]
+                if any(may_be_huge(x, axis, LARGE) for axis in free_axes(x) - free_axes(by)):
+                    continue
                 row = op("add", exponent.args[1], op("log", by, dtype=e.dtype), dtype=e.dtype)
-                return op("exp", op("sub", exponent.args[0], row, dtype=e.dtype), dtype=e.dtype)
+                return op("exp", op("sub", x, row, dtype=e.dtype), dtype=e.dtype)
     return e
 
 
