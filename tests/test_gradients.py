@@ -20,7 +20,7 @@ from fl_pallas import api
 from .corpus import basic, normalisers, science, scores
 from .corpus.case import Draw, Inputs, qkv, qkv_and
 from .generated import Spec, specs
-from .oracle import check_gradients
+from .oracle import check, check_gradients
 from .programs import FUSED, Case
 from .test_programs import dtype_name
 
@@ -42,8 +42,14 @@ QUADRATIC = {
     "differential_paper": _NESTED,
     "value_variance_centred": _NESTED,
     "slot": _NESTED,
+    "graph_attention": _NESTED,
+    "mixing_convolution": "the gradient of a convolution is PyTorch's",
 }
 """Cases whose backward pass stores something quadratic, and why."""
+
+
+REFUSED = {"in_place": "modified by an inplace operation"}
+"""Cases that PyTorch itself cannot differentiate, and its words."""
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +82,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case, dtype, seq", list(parameters(metafunc.config)))
 
 
+@pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")
 def test_gradients(case: Case, dtype: torch.dtype, seq: int, device: torch.device) -> None:
+    if case.name in REFUSED:
+        _check_refused(case, dtype, seq, device)
+        return
     target = case.target(dtype, device)
     if isinstance(target, nn.Module):
         target.requires_grad_(True)
@@ -86,6 +96,16 @@ def test_gradients(case: Case, dtype: torch.dtype, seq: int, device: torch.devic
     forward, backward = graphs.get("forward"), graphs.get("backward")
     if forward and backward and forward.kernels and not forward.fallbacks and case.name not in QUADRATIC:
         assert not backward.fallbacks, "\n".join(map(str, backward.fallbacks))
+
+
+def _check_refused(case: Case, dtype: torch.dtype, seq: int, device: torch.device) -> None:
+    """The result all the same, and PyTorch's own refusal when a gradient is asked for."""
+    inputs = [x.requires_grad_(x.is_floating_point()) for x in case.make_inputs(seq, dtype, device)]
+    with pytest.warns(fl.FallbackWarning, match=REFUSED[case.name]):
+        out = fl.compile(case.fn)(*inputs)
+    check(case.fn, inputs, out, name=case.name)
+    with pytest.raises(RuntimeError, match=REFUSED[case.name]):
+        out.sum().backward()
 
 
 # --- finite differences -------------------------------------------------------------------------

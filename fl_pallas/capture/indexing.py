@@ -86,7 +86,7 @@ def _gather(out: Spec, x: Tensor, dim: int, index: Tensor, **_: Any) -> At:
 def _scatter(out: Spec, x: Tensor, dim: int, index: Tensor, src: Tensor | Number, **_: Any) -> At:
     """One place along `dim` for each index along the others: the gradient of a maximum, a one-hot row."""
     d = dim % max(1, len(x.shape))
-    if not x.shape or index.shape != replaced(x.shape, d, 1):
+    if not x.shape or index.shape != (*x.shape[:d], 1, *x.shape[d + 1 :]):
         raise Unsupported("aten.scatter", "several places, or a part of the tensor")
 
     def at(idx: Indices) -> Expr:
