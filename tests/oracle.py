@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 EAGER_FACTOR = 1.5
@@ -203,6 +204,10 @@ def gradient_errors(
         outs, eagers = _gradients(fn, compiled, inputs, tangents), _gradients(fn, fn, inputs, tangents)
         with float64():
             refs = _gradients(exact, exact, upcast, {name: t.double() for name, t in tangents.items()})
+        if any(t is not None and (t.isnan() > r.isnan()).any() for t, r in zip(eagers.values(), refs.values())):
+            # PyTorch's fused kernels are of several minds about rows that see nothing.
+            with sdpa_kernel(SDPBackend.MATH):
+                eagers = _gradients(fn, fn, inputs, tangents)
         for name, theirs in eagers.items():
             ours = outs[name]
             # Compiled code returns zeros where PyTorch can tell that nothing depends on an input.

@@ -13,7 +13,7 @@ import torch
 import fl_pallas as fl
 
 from .oracle import run_and_check
-from .programs import FALLBACKS, FUSED, Case
+from .programs import BY_NAME, FALLBACKS, FUSED, Case
 
 GPU_LENGTHS = (1, 17, 100, 257, 1024)
 
@@ -57,6 +57,12 @@ def test_fused(case: Case, dtype: torch.dtype, seq: int, device: torch.device) -
         if case.kernels is None or seq < 100:  # too small to blow up: PyTorch may keep it, and may say so
             warnings.simplefilter("ignore", fl.FallbackWarning)
         run_and_check(target, fl.compile(target), case.make_inputs(seq, dtype, device), name=case.name)
+
+
+def test_float16_numbers_stay_in_range(device: torch.device) -> None:
+    """(x / 4)^4 as x^4 / 256 would not: what scales an operand of a product is applied before it is narrowed."""
+    case = BY_NAME["polynomial"]
+    run_and_check(case.fn, fl.compile(case.fn), case.make_inputs(257, torch.float16, device))
 
 
 @pytest.mark.parametrize("case", by_name(FUSED))

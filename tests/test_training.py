@@ -320,7 +320,8 @@ def test_distributed(tmp_path: Path) -> None:
     """DDP and FSDP2 in two processes; each compares its gradients with those of the whole batch in one."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("torch.distributed is built without gloo here")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "FL_CACHE": "off"}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "FL_CACHE": "off"}
     command = [sys.executable, "-m", "tests.distributed", str(tmp_path / "meeting")]
     running = [
         subprocess.Popen([*command, str(rank)], env=env, cwd=ROOT, text=True, stdout=PIPE, stderr=STDOUT)

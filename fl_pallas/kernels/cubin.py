@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import subprocess
 import tempfile
@@ -21,6 +22,8 @@ from ..errors import Unsupported
 from .lower import Lowered
 
 WARP = 32
+# The first ptxas without the error that `is_miscompiled` tells of.
+SOUND = (12, 9)
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,7 @@ class Cubin:
       registers: of a thread.
       stack: bytes of local memory of a thread; all of it spilled registers, for kernels have no arrays.
       shared: bytes of shared memory of a program.
-      asm: the stages of the compilation by name: "ttir", "ttgir", "llir", "ptx"; "sass" of a kernel with asynchronous
-        matrix instructions.
+      asm: the stages of the compilation by name: "ttir", "ttgir", "llir", "ptx".
     """
 
     binary: bytes
@@ -97,14 +99,16 @@ def compile_ttir(lowered: Lowered, capability: int) -> Cubin:
     """
     kernel = compile_kernel(lowered, capability)
     binary, texts = kernel.asm["cubin"], {name: text for name, text in kernel.asm.items() if isinstance(text, str)}
-    is_async = "wgmma" in texts["ptx"]
-    dump = _dumped(binary, "--dump-resource-usage", *(["--dump-sass"] if is_async else []))
-    if is_async:
-        texts["sass"] = dump
-        if is_miscompiled(dump):
-            raise Unsupported(lowered.name, f"ptxas gives a matrix product a wrong address for sm_{capability}")
-    registers, stack = resources(dump)
+    registers, stack = resources(binary)
+    if "wgmma" in texts["ptx"] and _ptxas() < SOUND and is_miscompiled(_dumped(binary, "--dump-sass")):
+        raise Unsupported(lowered.name, f"ptxas gives a matrix product a wrong address for sm_{capability}")
     return Cubin(binary, capability, registers, stack, kernel.metadata.shared, texts)
+
+
+@functools.cache
+def _ptxas() -> tuple[int, ...]:
+    """The version of the assembler that Triton uses."""
+    return tuple(map(int, knobs.nvidia.ptxas.version.split(".")))
 
 
 def is_serial(cubin: Cubin) -> bool:
@@ -114,7 +118,7 @@ def is_serial(cubin: Cubin) -> bool:
     a product is under way.
     """
     products = cubin.asm["ttgir"].count("warp_group_dot ")
-    return products > 0 and cubin.asm["sass"].count("WARPGROUP.ARRIVE") > products
+    return products > 0 and _dumped(cubin.binary, "--dump-sass").count("WARPGROUP.ARRIVE") > products
 
 
 # Halves of a 64-bit sum in uniform registers: the lower one leaves its carry in a predicate, the upper one takes it.
@@ -144,17 +148,18 @@ def is_miscompiled(sass: str) -> bool:
     return False
 
 
-def resources(dump: str) -> tuple[int, int]:
-    """(registers, bytes of stack) of a thread, from what `cuobjdump --dump-resource-usage` tells."""
-    found = re.search(r"REG:(\d+) STACK:(\d+)", dump)
-    assert found, dump
+def resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack) of a thread of the kernel."""
+    text = _dumped(cubin, "--dump-resource-usage")
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, text
     return int(found[1]), int(found[2])
 
 
-def _dumped(cubin: bytes, *what: str) -> str:
+def _dumped(cubin: bytes, what: str) -> str:
     """What `cuobjdump` (shipped with triton) tells of a cubin."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [knobs.nvidia.cuobjdump.path, *what, str(path)]
+        command = [knobs.nvidia.cuobjdump.path, what, str(path)]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout

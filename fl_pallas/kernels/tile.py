@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from ..errors import ScheduleError
 from ..schedule.dtype import is_float
 from ..schedule.expr import Axis, Const, Expr, Index, Load, Op, Reduce, Ref, Size, children, free_axes, loads, ref_names
-from ..schedule.inner import Product, as_product, as_vector_product, covering_tile, is_sequential
+from ..schedule.inner import Product, as_product, as_vector_product, covering_tile, is_sequential, within_sides
 from ..schedule.integer import bounds, from_linear, linear
 from .pointwise import POINTWISE
 
@@ -385,8 +385,8 @@ class Evaluator:
 
     def matmul(self, p: Product, axis: Axis, dtype: str) -> Tile:
         """A sum of products as a matrix product of 2-D tiles."""
-        left, right = (self._side(side, axis, dtype) for side in (p.left, p.right))
-        return self._scaled(self._product(left, right, axis), p.scale)
+        left, right, scale = self._sides(p, axis, dtype)
+        return self._scaled(self._product(left, right, axis), scale)
 
     def _product(self, left: Tile, right: Tile, axis: Axis) -> Tile:
         """left · right, summed over `axis`."""
@@ -427,7 +427,7 @@ class Evaluator:
         The arithmetic is wasted, but costs less than loading the matrix; and what feeds a matrix product is
         loaded ahead of its use, asynchronously.
         """
-        vector, matrix = (self._side(side, axis, dtype) for side in (p.left, p.right))
+        vector, matrix, scale = self._sides(p, axis, dtype)
         rows = Axis("%rows", ROWS)
         self.push({}, {rows: ROWS})
         try:
@@ -437,7 +437,13 @@ class Evaluator:
             one = jnp.sum(jnp.where(first, out.array, jnp.zeros_like(out.array)), axis=out.axes.index(rows))
         finally:
             self.pop()
-        return self._scaled(Tile(one, tuple(a for a in out.axes if a != rows)), p.scale)
+        return self._scaled(Tile(one, tuple(a for a in out.axes if a != rows)), scale)
+
+    def _sides(self, p: Product, axis: Axis, dtype: str) -> tuple[Tile, Tile, tuple[Expr, ...]]:
+        """Both sides of a matrix product, and what the product is multiplied by."""
+        if dtype == "f16":
+            p = within_sides(p, self.wide(a for f in (*p.left, *p.right, *p.scale) for a in free_axes(f)))
+        return self._side(p.left, axis, dtype), self._side(p.right, axis, dtype), p.scale
 
     def _side(self, side: tuple[Expr, ...], axis: Axis, dtype: str) -> Tile:
         """One side of a matrix product, 0 beyond the end of `axis`, in the type it is multiplied in."""

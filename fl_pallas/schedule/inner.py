@@ -45,6 +45,24 @@ def as_product(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Product | None
     return Product(first, tuple(f for g in rest for f in g), scale)
 
 
+def within_sides(p: Product, tiled: frozenset[Axis]) -> Product:
+    """The same product, its scale multiplied into a side where that has its axes.
+
+    In a type of small range (float16) a side may have no room for its numbers before they are scaled, or after.
+    """
+    sides = {"left": p.left, "right": p.right}
+    order = sorted(sides, key=lambda name: all(isinstance(f, Load) for f in sides[name]))
+    rest: list[Expr] = []
+    for f in p.scale:
+        own = free_axes(f) & tiled
+        place = next((n for n in order if own <= frozenset().union(*map(free_axes, sides[n]))), None)
+        if place is None:
+            rest.append(f)
+        else:
+            sides[place] = (*sides[place], f)
+    return Product(sides["left"], sides["right"], tuple(rest))
+
+
 def as_vector_product(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Product | None:
     """`body` as a vector along `axis` (left) times a matrix, or None."""
     groups, plain, scale = _grouped(body, axis, tiled)
