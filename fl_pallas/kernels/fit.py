@@ -20,6 +20,8 @@ SPILL = 64
 # A multiprocessor's registers and warps; registers are handed out to a thread in such steps; shared memory that a
 # program takes besides its own.
 REGISTERS, WARPS, STEP, RESERVED = 65536, 64, 8, 1024
+# The first compute capability whose matrix instructions are asynchronous.
+ASYNCHRONOUS = 90
 # The part of its registers that a thread may be left with for another program to run beside, and the least of them:
 # with fewer there are programs enough, and ptxas may refuse.
 ENOUGH, LEAST = 0.9, 96
@@ -104,7 +106,7 @@ def _forms(lowered: Lowered, capability: int, count: int) -> tuple[bool, ...]:
     In place takes fewer registers, and a product has to wait until its accumulator has been corrected. Not where an
     accumulator passes from one loop to another, if ptxas would have all products wait for each other then.
     """
-    if lowered.ttir.count("scf.for") > 1:
+    if capability >= ASYNCHRONOUS and lowered.ttir.count("scf.for") > 1:
         with contextlib.suppress(Unsupported):
             if is_serial(compile_ttir(simplified(lowered, capability), capability)):
                 return (False,)
