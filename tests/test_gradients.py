@@ -21,7 +21,7 @@ from .corpus import basic, normalisers, science, scores
 from .corpus.case import Draw, Inputs, qkv, qkv_and
 from .generated import Spec, specs
 from .oracle import check, check_gradients
-from .programs import FUSED, Case
+from .programs import BY_NAME, FUSED, Case
 from .test_programs import dtype_name
 
 SEQ = 33
@@ -95,6 +95,17 @@ def test_gradients(case: Case, dtype: torch.dtype, seq: int, device: torch.devic
     forward, backward = graphs.get("forward"), graphs.get("backward")
     if forward and backward and forward.kernels and not forward.fallbacks and case.name not in QUADRATIC:
         assert not backward.fallbacks, "\n".join(map(str, backward.fallbacks))
+
+
+@pytest.mark.parametrize("name", ["softmax_by_hand", "softmax_late_division", "sink"])
+def test_statistics_are_kept_exactly(name: str, device: torch.device) -> None:
+    """A maximum and a sum that PyTorch has in bfloat16: scores are computed again about what they were taken about."""
+    compiled, explanation = explained(BY_NAME[name].fn)
+    inputs = BY_NAME[name].make_inputs(100, torch.bfloat16, device)
+    check_gradients(BY_NAME[name].fn, compiled, inputs, name=name)
+    (plan,) = next(g for g in explanation.graphs if g.name == "forward").kernels
+    statistics = [s for s in plan.stores if s.shape[-1] == 1]
+    assert len(statistics) > 1 and all(s.dtype == "f32" for s in statistics)
 
 
 def _check_refused(case: Case, dtype: torch.dtype, seq: int, device: torch.device) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.traceback import preserve_node_meta
 
 from ..errors import Unsupported
+from ..schedule.build import substitute
+from ..schedule.expr import Expr, load, loads
+from ..schedule.passes.keep import Kept
 from ..schedule.program import Program, Value
 from .aten import OpenAttention
 from .drawn import Inner, give_back
@@ -26,8 +29,8 @@ aten = torch.ops.aten
 Compiler = Callable[[GraphModule, Sequence[Any], tuple[Value, ...]], Callable[..., Any]]
 # (joint Program, results of its forward, of its backward) -> names of what is zero whatever the numbers are.
 Vanishing = Callable[[Program, tuple[str, ...], tuple[str, ...]], frozenset[str]]
-# The same -> names of what is kept, and what is known of some.
-Keep = Callable[[Program, tuple[str, ...], tuple[str, ...]], tuple[frozenset[str], tuple[Value, ...]]]
+# The same -> what is kept.
+Keep = Callable[[Program, tuple[str, ...], tuple[str, ...]], Kept]
 
 # Row statistics are nodes of their own, which a backward pass can be handed.
 _OPENED = get_decompositions((aten._softmax, aten._log_softmax, aten._safe_softmax, aten.logsumexp))
@@ -63,9 +66,11 @@ def differentiable(
             if zeros := vanishing(program, *_results(joint, num_fwd_outputs, program)):
                 _set_to_zero(joint, zeros)
                 program = translate(joint)
-        names, known = keep(program, *_results(joint, num_fwd_outputs, program))
-        facts.extend(known)
-        _need(joint, num_fwd_outputs, {f.name for f in known})
+        kept = keep(program, *_results(joint, num_fwd_outputs, program))
+        wide = _widen(joint, kept.exact)
+        facts.extend(_widened(f, wide) for f in kept.facts)
+        _need(joint, num_fwd_outputs, {f.name for f in facts})
+        names = {wide.get(name, name) for name in kept.names}
         # A node may want an input of which its values make no use.
         wanted = (n for n in joint.graph.nodes if n.name in names or n.op == "placeholder")
         saved = [n for n in wanted if not n.name.startswith("tangents")]
@@ -144,6 +149,32 @@ def _set_to_zero(joint: GraphModule, names: frozenset[str]) -> None:
         node.replace_all_uses_with(zeros)
     joint.graph.eliminate_dead_code()
     joint.recompile()
+
+
+def _widen(joint: GraphModule, names: frozenset[str]) -> dict[str, str]:
+    """Put a float32 tensor between each of these and its users; their names, by those of what they stand for."""
+    made: dict[str, str] = {}
+    for node in [n for n in joint.graph.nodes if n.name in names]:
+        value, users = node.meta["val"], list(node.users)
+        with joint.graph.inserting_after(node):
+            wide = joint.graph.call_function(aten._to_copy.default, (node,), {"dtype": torch.float32})
+        with joint.graph.inserting_after(wide):
+            narrow = joint.graph.call_function(aten._to_copy.default, (wide,), {"dtype": value.dtype})
+        with value.fake_mode:
+            wide.meta.update({**node.meta, "val": value.float()})
+        narrow.meta.update(node.meta)
+        for user in users:
+            user.replace_input_with(node, narrow)
+        made[node.name] = wide.name
+    return made
+
+
+def _widened(fact: Value, wide: Mapping[str, str]) -> Value:
+    """A fact in terms of those float32 tensors, or about one."""
+    assert fact.expr is not None
+    found: dict[Any, Expr] = {n: load(wide[n.source], n.index, "f32") for n in loads(fact.expr) if n.source in wide}
+    fact = replace(fact, expr=substitute(fact.expr, {}, found))
+    return replace(fact, name=wide[fact.name], dtype="f32") if fact.name in wide else fact
 
 
 def _need(joint: GraphModule, forward: int, names: set[str]) -> None:

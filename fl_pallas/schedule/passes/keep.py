@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ...errors import Unsupported
 from ..build import substitute
-from ..dtype import compute_dtype, is_float
+from ..dtype import compute_dtype, is_float, itemsize
 from ..expr import Expr, Op, loads, reductions, walk
 from ..program import Program, Value
 from .exchange import exchange
@@ -15,16 +15,28 @@ from .grow_regions import grow_regions
 from .resolve_views import inline_load, resolve_views, root_of
 
 
-def keep(
-    joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]
-) -> tuple[frozenset[str], tuple[Value, ...]]:
+@dataclass(frozen=True)
+class Kept:
+    """What the backward pass reads of the forward pass.
+
+    Attributes:
+      names: of values, inputs among them.
+      exact: those of 16 bits that are statistics of a row in a kernel, where they have 32: what is computed again with
+        them would not be what it was.
+      facts: values of `names` that are known to be certain sums, in terms of others.
+    """
+
+    names: frozenset[str]
+    exact: frozenset[str]
+    facts: tuple[Value, ...]
+
+
+def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) -> Kept:
     """What the backward pass of a joint Program reads from memory; all else of the forward pass it computes again.
 
     Args:
       joint: both passes; inputs of the backward pass alone are named "tangents…".
       forward, backward: names of the results of either.
-
-    Returns: names of values, inputs among them, and what is known of those that say it best by themselves.
 
     Raises: Unsupported where a gradient goes to the scores that equal their maximum.
     """
@@ -33,7 +45,7 @@ def keep(
         if v.name.startswith("tangents") or later.intersection(v.reads):
             later.add(v.name)
     whole = resolve_views(replace(joint, outputs=(*forward, *backward)))
-    cheap = _kept(resolve_views(replace(joint, outputs=forward)))
+    cheap, statistics = _kept(resolve_views(replace(joint, outputs=forward)))
     saved: set[str] = set()
     stack = [root_of(whole, name) for name in backward]
     seen: set[str] = set()
@@ -56,23 +68,28 @@ def keep(
     seen_as = (v for v in whole.values if sums.get(root_of(whole, v.name)) == v.numel and v.name not in later)
     facts = tuple(_inlined(whole, v, saved) for v in seen_as)
     known = _used(whole, backward, saved, facts) | {f.name for f in facts if f.name in saved}
-    return frozenset(saved | known), tuple(f for f in facts if f.name in known)
+    exact = frozenset(name for name in saved & statistics if itemsize(whole.by_name[name].dtype) == 2)
+    return Kept(frozenset(saved | known), exact, tuple(f for f in facts if f.name in known))
 
 
-def _kept(program: Program) -> frozenset[str]:
-    """Names of the values of a forward Program that may be kept.
+def _kept(program: Program) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of the values of a forward Program that may be kept, and of those among them that are statistics of a row.
 
     What PyTorch computes may, as PyTorch itself would. Of what kernels compute, their results may, and reductions that
-    have lost a side of the blow-up (the statistics of a row); the rest is a blow-up, or cheap.
+    have lost a side of the blow-up (the statistics); the rest is a blow-up, or cheap.
     """
     found = {v.name for v in program.values if not v.is_view}
+    statistics: set[str] = set()
     for region in grow_regions(program).regions:
         results = {root_of(program, name) for name in region.outputs}
         for v in (program.by_name[m] for m in region.members):
-            statistic = v.expr is not None and reductions(v.expr) and v.name not in region.large
-            if v.name not in results and not statistic:
+            if v.name in results:
+                continue
+            if v.expr is not None and reductions(v.expr) and v.name not in region.large:
+                statistics.add(v.name)
+            else:
                 found.discard(v.name)
-    return frozenset(found)
+    return frozenset(found), frozenset(statistics)
 
 
 def inner(program: Program) -> frozenset[str]:
