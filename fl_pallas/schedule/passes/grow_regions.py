@@ -94,7 +94,7 @@ def grow_regions(program: Program) -> Growth:
     """Program with views resolved → regions, and the blow-ups that could not be fused with the reason."""
     seeds = [s for v in program.values if (s := _join(program, v)) is not None]
     blown = [s for s in seeds if _is_blow_up(program, s, seeds)]
-    chosen = [s for s in blown if not _serves(program, s, blown)]
+    chosen = [s for s in blown if not _serves(program, s, blown) and not _ends(program, s, blown)]
     grown: list[_Seed] = []
     rejected: list[Rejected] = []
     for seed in chosen:
@@ -235,6 +235,17 @@ def _serves(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
             elif u.expr is not None:
                 stack.append(user)
     return False
+
+
+def _ends(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
+    """Whether `seed`, no larger than its operands, reduces a larger blow-up: that one's region ends with it.
+
+    What follows (a norm, a sum over the heads that share a key) is of linear size, and no part of it.
+    """
+    if _is_larger(program, seed):
+        return False
+    larger = (s.value.name for s in seeds if s is not seed and _is_larger(program, s))
+    return any(_feeds(program, name, seed.value.name) for name in larger)
 
 
 def _is_table(program: Program, v: Value) -> bool:
