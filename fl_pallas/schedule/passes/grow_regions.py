@@ -97,8 +97,10 @@ def grow_regions(program: Program) -> Growth:
     chosen = [s for s in blown if not _serves(program, s, blown) and not _ends(program, s, blown)]
     grown: list[_Seed] = []
     rejected: list[Rejected] = []
-    for seed in chosen:
-        blocker = _grow(program, seed)
+    blockers = [_grow(program, seed) for seed in chosen]
+    for seed, blocker in zip(chosen, blockers, strict=True):
+        if any(_covers(program, other, seed) for other in chosen if other is not seed):
+            continue
         if blocker is not None and blocker[1] is RETURNED and (other := _turned(program, seed)) is not None:
             # What both sides share may be what is reduced: s[i, j] + v[j, d], by max over j.
             seed, blocker = (other, None) if _grow(program, other) is None else (seed, blocker)
@@ -246,6 +248,20 @@ def _ends(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
         return False
     larger = (s.value.name for s in seeds if s is not seed and _is_larger(program, s))
     return any(_feeds(program, name, seed.value.name) for name in larger)
+
+
+def _covers(program: Program, seed: _Seed, other: _Seed) -> bool:
+    """Whether `other` comes to the values of `seed` element by element, with both sides of `seed` along one of its own.
+
+    So do the slopes of heads times distances. That region takes it like a mask, and ends before heads are summed.
+    What `other` reduces by itself, before that, asks for a region of its own.
+    """
+    met = seed.large & other.large
+    if not any(all(side & own for own in seed.sides[m]) for m in met for side in other.sides[m]):
+        return False
+    apart = (program.by_name[m] for m in other.members.keys() - seed.members.keys())
+    alone = {v.name for v in apart if v.expr is not None and reductions(v.expr)}
+    return all(_depends(program, {m}, {seed.value.name}) for m in alone)
 
 
 def _is_table(program: Program, v: Value) -> bool:
