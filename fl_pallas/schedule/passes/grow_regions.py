@@ -101,6 +101,8 @@ def grow_regions(program: Program) -> Growth:
     for seed, blocker in zip(chosen, blockers, strict=True):
         if any(_covers(program, other, seed) for other in chosen if other is not seed):
             continue
+        if blocker is not None and _has_weight(program, seed.value):
+            continue  # it is stored in any case: a projection after all
         if blocker is not None and blocker[1] is RETURNED and (other := _turned(program, seed)) is not None:
             # What both sides share may be what is reduced: s[i, j] + v[j, d], by max over j.
             seed, blocker = (other, None) if _grow(program, other) is None else (seed, blocker)
@@ -203,15 +205,32 @@ def _is_blow_up(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
     assert v.expr is not None
     if v.projection or _is_table(program, v):
         return False
-    coupled, normalised, followed = _path(program, v)
+    coupled, _, followed = _path(program, v)
     larger = _is_larger(program, seed)
     if _has_weight(program, v):
         contraction = max((r.axis.extent for r in reductions(v.expr)), default=1)
-        return normalised and followed and larger and contraction <= MAX_WEIGHT_CONTRACTION
+        return followed and larger and contraction <= MAX_WEIGHT_CONTRACTION and _is_normalised(program, v)
     if larger:
         return followed
     later = (s.value for s in seeds if s is not seed and _feeds(program, v.name, s.value.name))
     return coupled and followed and not any(not _has_weight(program, s) and _asks_again(program, s) for s in later)
+
+
+def _is_normalised(program: Program, v: Value) -> bool:
+    """Whether elements of `v` meet a reduction of themselves again, as in a softmax; a bias's gradient only sums them."""
+    own, statistics = {v.name}, set[str]()
+    for u in program.values:
+        if u.expr is None or own.isdisjoint(u.reads) and statistics.isdisjoint(u.reads):
+            continue
+        found = reductions(u.expr)
+        alone = any({n.source for n in loads(r.body)} <= own for r in found)
+        if not own.isdisjoint(u.reads) and (not statistics.isdisjoint(u.reads) or alone and u.numel == v.numel):
+            return True
+        if alone or not (found or statistics.isdisjoint(u.reads)):
+            statistics.add(u.name)
+        elif not found:
+            own.add(u.name)
+    return False
 
 
 def _asks_again(program: Program, v: Value) -> bool:
