@@ -69,6 +69,8 @@ class Growth:
 Sides = tuple[frozenset[Axis], frozenset[Axis]]
 AllSides = dict[str, tuple[Sides, ...]]
 Group = tuple[set[str], AllSides]
+Blocker = tuple[Value, str]
+"""A value that stands in a region's way, and why."""
 
 
 @dataclass
@@ -97,9 +99,9 @@ def grow_regions(program: Program) -> Growth:
     chosen = [s for s in blown if not _serves(program, s, blown) and not _ends(program, s, blown)]
     grown: list[_Seed] = []
     rejected: list[Rejected] = []
-    blockers = [_grow(program, seed) for seed in chosen]
-    for seed, blocker in zip(chosen, blockers, strict=True):
-        if any(_covers(program, other, seed) for other in chosen if other is not seed):
+    tried = [_narrowed(program, seed, _grow(program, seed)) for seed in chosen]
+    for seed, blocker in tried:
+        if any(_covers(program, other, seed) for other, _ in tried if other is not seed):
             continue
         if blocker is not None and _has_weight(program, seed.value):
             continue  # it is stored in any case: a projection after all
@@ -168,6 +170,19 @@ def _turned(program: Program, seed: _Seed) -> _Seed | None:
     shared = frozenset(seed.value.axes).intersection(*touched) - seed.rows - seed.cols
     moving = frozenset(a for a in shared if any(_reduces(program, seed.value, a)))
     return _Seed(seed.value, seed.rows, moving) if moving else None
+
+
+def _narrowed(program: Program, seed: _Seed, blocker: Blocker | None) -> tuple[_Seed, Blocker | None]:
+    """The seed, grown, and its blocker; where that can be avoided, with one axis alone of a side that has several.
+
+    The others are a batch's (of keys, where its members share their queries), which nothing reduces.
+    """
+    if blocker is None:
+        return seed, None
+    narrow = [(seed.rows, frozenset((a,))) for a in seed.cols if len(seed.cols) > 1]
+    narrow += [(frozenset((a,)), seed.cols) for a in seed.rows if len(seed.rows) > 1]
+    found = [s for s in (_Seed(seed.value, *sides) for sides in narrow) if _grow(program, s) is None]
+    return (min(found, key=lambda s: len(s.large)), None) if found else (seed, blocker)
 
 
 def _reduces(program: Program, v: Value, axis: Axis) -> Iterator[bool]:
@@ -388,14 +403,14 @@ def _indexing(node: Load, v: Value, side: frozenset[Axis]) -> frozenset[Axis]:
     return frozenset().union(*(free_axes(i) for a, i in zip(v.axes, node.index, strict=True) if a in side))
 
 
-def _grow(program: Program, seed: _Seed) -> tuple[Value, str] | None:
+def _grow(program: Program, seed: _Seed) -> Blocker | None:
     """Fill `seed.members`; or the value that blocks it and why."""
     v = seed.value
     seed.members = {v.name: replace(v, expr=load(v.name, tuple(map(index, v.axes)), v.dtype))}
     seed.sides = {v.name: (seed.rows, seed.cols)}
     degenerate = not seed.rows and not seed.cols
     large = seed.large = {v.name}
-    blocker: tuple[Value, str] | None = None
+    blocker: Blocker | None = None
     for v in program.values:
         if v.name in seed.members or not seed.members.keys() & set(v.reads):
             continue
@@ -413,7 +428,7 @@ def _grow(program: Program, seed: _Seed) -> tuple[Value, str] | None:
     return blocker or _close(program, seed)
 
 
-def _close(program: Program, seed: _Seed) -> tuple[Value, str] | None:
+def _close(program: Program, seed: _Seed) -> Blocker | None:
     """Add what lies between members, so that no value outside both depends on and feeds the region."""
     below: set[str] = set()
     for v in program.values:
