@@ -8,6 +8,7 @@ one of the two sides, backward over what would be as large (masks, biases) or co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -148,7 +149,8 @@ def _join(program: Program, v: Value) -> _Seed | None:
     """The two sides of `v` if it joins values that each have an axis the other lacks."""
     if v.expr is None or v.is_view or not is_float(v.dtype):
         return None
-    found = loads(v.expr)
+    indices = {m for n in loads(v.expr) for i in n.index for m in loads(i)}
+    found = [n for n in loads(v.expr) if n not in indices]  # what a table is read at (token ids) is no operand
     own = frozenset(v.axes)
     # A product of which an extent is 1 has lost an axis to look for, but it has no further axis either.
     whole = [r for r in reductions(v.expr) if free_axes(r) >= {x for x in own if x.extent > 1}]
@@ -224,16 +226,22 @@ def _is_blow_up(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
     larger = _is_larger(program, seed)
     if _has_weight(program, v):
         contraction = max((r.axis.extent for r in reductions(v.expr)), default=1)
-        return followed and larger and contraction <= MAX_WEIGHT_CONTRACTION and _is_normalised(program, v)
+        return followed and larger and contraction <= MAX_WEIGHT_CONTRACTION and _is_normalised(program, seed)
     if larger:
         return followed
     later = (s.value for s in seeds if s is not seed and _feeds(program, v.name, s.value.name))
     return coupled and followed and not any(not _has_weight(program, s) and _asks_again(program, s) for s in later)
 
 
-def _is_normalised(program: Program, v: Value) -> bool:
-    """Whether elements of `v` meet a reduction of themselves again, as in a softmax; a bias's gradient only sums them."""
-    own, statistics = {v.name}, set[str]()
+def _is_normalised(program: Program, seed: _Seed) -> bool:
+    """Whether elements of the join meet a reduction of themselves again, as in a softmax.
+
+    In a backward pass that is an input, a number for each index of one side. The gradient of a bias only sums.
+    """
+    v = seed.value
+    sizes = [v.numel // math.prod(a.extent for a in side) for side in (seed.rows, seed.cols)]
+    inputs = (i for i in program.values if i.op == "input" and is_float(i.dtype) and len(i.axes) > 1 == i.axes[-1].extent)
+    own, statistics = {v.name}, {i.name for i in inputs if i.numel in sizes}
     for u in program.values:
         if u.expr is None or own.isdisjoint(u.reads) and statistics.isdisjoint(u.reads):
             continue
