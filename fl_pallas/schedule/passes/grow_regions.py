@@ -153,13 +153,16 @@ def _join(program: Program, v: Value) -> _Seed | None:
     found = [n for n in loads(v.expr) if n not in indices]  # what a table is read at (token ids) is no operand
     own = frozenset(v.axes)
     # A product of which an extent is 1 has lost an axis to look for, but it has no further axis either.
-    whole = [r for r in reductions(v.expr) if free_axes(r) >= {x for x in own if x.extent > 1}]
+    wide = {x for x in own if x.extent > 1}
+    whole = [r for r in reductions(v.expr) if free_axes(r) >= wide]
+    # What has an operand of its own size changes that one alone: a norm, with its means and weights.
+    changed = any(is_float(n.dtype) and _touched(n) >= wide for n in found)
     for n, a in enumerate(found):
         for b in found[n + 1 :]:
             rows, cols = _touched(a) & own - _touched(b), _touched(b) & own - _touched(a)
-            if rows and cols:
-                return _Seed(v, rows, cols)
             contracted = any(r.kind == "sum" and a in loads(r.body) and b in loads(r.body) for r in whole)
+            if rows and cols and (contracted or not changed):
+                return _Seed(v, rows, cols)
             if contracted and is_float(a.dtype) and is_float(b.dtype) and 1 in v.shape:
                 return _Seed(v, rows, cols)
     return None
