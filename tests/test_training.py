@@ -14,11 +14,13 @@ from subprocess import PIPE, STDOUT
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fl_pallas as fl
 
+from .programs import BY_NAME
 from .training import Block, attention
 
 ROOT = Path(__file__).parents[1]
@@ -72,6 +74,57 @@ def test_gradients_accumulate() -> None:
         f(q, *x[1:]).square().sum().backward()
     first, second = gradients(attention, x), gradients(attention, [other, *x[1:]])
     same([t.grad for t in x[1:]], [a + b for a, b in zip(first[1:], second[1:])])
+
+
+@pytest.mark.parametrize("name", ["grouped_rotary", "alibi_normed", "learned_queries", "shared_keys"])
+def test_regions_end_at_the_projections(name: str) -> None:
+    """Products with weights, norms and sums over heads that share a key stay outside, in both passes."""
+    case = BY_NAME[name]
+    target = case.target(torch.float32, "cpu")
+    if isinstance(target, nn.Module):
+        target.requires_grad_(True)
+    inputs = [x.requires_grad_(x.is_floating_point()) for x in case.make_inputs(256, torch.float32, "cpu")]
+    explanation = fl.explain(target, *inputs)
+    assert not explanation.fallbacks, str(explanation)
+    forward, backward = explanation.graphs
+    assert len(forward.kernels) == 1 and 2 <= len(backward.kernels) <= 3, str(explanation)
+
+
+def l1_kernel(x: Tensor, centres: Tensor, values: Tensor) -> Tensor:
+    return (-torch.cdist(x, centres, p=1.0)).softmax(-1) @ values
+
+
+def l3_kernel(x: Tensor, centres: Tensor, values: Tensor) -> Tensor:
+    return (-torch.cdist(x, centres, p=3.0)).softmax(-1) @ values
+
+
+def log_sigmoid_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.logsigmoid(q @ k.mT).exp() @ v / k.shape[-2]
+
+
+def celu_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """celu has no rule of ours, PyTorch decomposes it."""
+    return F.celu(q @ k.mT) @ v / k.shape[-2]
+
+
+@pytest.mark.parametrize("attend", [l1_kernel, l3_kernel, log_sigmoid_scores, celu_scores])
+def test_pytorchs_own_operations(attend: Callable[..., Tensor]) -> None:
+    """Operations whose gradient PyTorch computes by another operation, or by several."""
+    x = [torch.randn(1, 70, 6).requires_grad_() for _ in range(3)]
+    assert not fl.explain(attend, *x).fallbacks
+    same(gradients(fl.compile(attend), x), gradients(attend, x))
+
+
+def test_what_has_no_derivative_runs_forward() -> None:
+    """PyTorch complains only once a gradient is asked for."""
+    half = torch.tensor(0.5)
+
+    def stepped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.heaviside(q @ k.mT, half) @ v
+
+    x = qkv()
+    with pytest.warns(fl.FallbackWarning, match="heaviside"):
+        same([fl.compile(stepped)(*x)], [stepped(*x)])
 
 
 def test_retained_graph() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -125,10 +126,12 @@ def decomposition(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         # A named tuple would put its own constructor into the graph.
         return tuple(made) if isinstance(made, tuple) else made
 
-    with FakeTensorMode():
-        fakes = [torch.empty(t.shape, dtype=torch_dtype(t.dtype)) for t in inputs]
     try:
-        graph = make_fx(run, tracing_mode="fake")(*fakes).graph
+        # AOTAutograd's own fake mode, where gradients are asked for, would refuse these fakes.
+        with unset_fake_temporarily():
+            with FakeTensorMode():
+                fakes = [torch.empty(t.shape, dtype=torch_dtype(t.dtype)) for t in inputs]
+            graph = make_fx(run, tracing_mode="fake")(*fakes).graph
     except Exception as error:  # a decomposition may fail in any way; PyTorch then runs the operation
         raise Unsupported(str(target), f"no rule for {target}, and its decomposition fails: {error}") from error
     graph.eliminate_dead_code()

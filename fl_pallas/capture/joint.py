@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +34,29 @@ Vanishing = Callable[[Program, tuple[str, ...], tuple[str, ...]], frozenset[str]
 Keep = Callable[[Program, tuple[str, ...], tuple[str, ...]], Kept]
 
 # Row statistics are nodes of their own, which a backward pass can be handed.
-_OPENED = get_decompositions((aten._softmax, aten._log_softmax, aten._safe_softmax, aten.logsumexp))
+_STATISTICS = get_decompositions((aten._softmax, aten._log_softmax, aten._safe_softmax, aten.logsumexp))
+
+
+def _distance_backward(
+    grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, p: float, distance: torch.Tensor
+) -> torch.Tensor:
+    """Gradient of `a` [..., n, d], of whose p-norm distances [..., n, m] to `b` [..., m, d] `grad` is the gradient."""
+    difference = a.unsqueeze(-2) - b.unsqueeze(-3)
+    if p == math.inf:
+        slope = difference.sign() * (difference.abs() == distance.unsqueeze(-1))
+        return (grad.unsqueeze(-1) * slope).sum(-2)
+    # Where the distance is 0 so is the gradient.
+    factor = grad if p == 1 else torch.where(distance == 0, 0, grad * distance.pow(1 - p))
+    slope = difference if p == 2 else difference.sign() * difference.abs().pow(p - 1)
+    return (factor.unsqueeze(-1) * slope).sum(-2)
+
+
+# On CPUs, log_sigmoid hands its backward pass a buffer that is not read.
+_OPENED = {
+    **_STATISTICS,
+    **get_decompositions((aten.log_sigmoid_forward,)),
+    aten._cdist_backward.default: _distance_backward,
+}
 
 
 def differentiable(
@@ -86,10 +109,9 @@ def differentiable(
     with config.patch(donated_buffer=False):
         try:
             return compiler(_opened(gm), inputs)
-        except RuntimeError as e:
-            if isinstance(e, Unsupported):
-                raise
-            raise Unsupported("the backward pass", f"PyTorch cannot trace it: {e}") from e
+        except RuntimeError as error:
+            # PyTorch itself refuses only once a gradient is asked for.
+            raise Unsupported("the graph", f"its gradient cannot be traced: {error}") from error
 
 
 def _boxed(compiler: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]) -> Any:

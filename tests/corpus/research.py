@@ -263,6 +263,78 @@ def mixing_convolution() -> nn.Module:
     return Layer()
 
 
+def grouped_rotary() -> nn.Module:
+    """Llama's attention: keys of a head serve two, projections around."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.kv, self.o = (nn.Linear(32, 32, bias=False) for _ in range(3))
+            self.register_buffer("frequency", 1e4 ** (-torch.arange(0, 8, 2) / 8))
+
+        def rotated(self, x: Tensor) -> Tensor:
+            position = torch.arange(x.shape[-2], device=x.device, dtype=self.frequency.dtype)
+            angle = torch.outer(position, self.frequency).repeat(1, 2)
+            turned = torch.cat((-x[..., 4:], x[..., :4]), -1)
+            return x * angle.cos().to(x.dtype) + turned * angle.sin().to(x.dtype)
+
+        def forward(self, x: Tensor) -> Tensor:
+            """x [b,s,32]."""
+            b, s, _ = x.shape
+            q = self.rotated(self.q(x).view(b, s, 4, 8).transpose(1, 2))
+            k, v = self.kv(x).view(b, s, 2, 2, 8).permute(2, 0, 3, 1, 4)
+            k, v = (t[:, :, None].expand(b, 2, 2, s, 8).reshape(b, 4, s, 8) for t in (self.rotated(k), v))
+            mask = torch.full((s, s), float("-inf"), device=x.device, dtype=x.dtype).triu(1)
+            weights = (q @ k.mT / math.sqrt(8) + mask).softmax(-1)
+            return self.o((weights @ v).transpose(1, 2).reshape(b, s, -1))
+
+    return Layer()
+
+
+def alibi_normed() -> nn.Module:
+    """BLOOM's attention: slopes of heads, an output projection, a residual and a norm."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.o, self.norm = nn.Linear(32, 96), nn.Linear(32, 32), nn.LayerNorm(32)
+            self.register_buffer("slopes", torch.tensor([0.5, 0.25]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            """x [b,s,32]."""
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+            i = torch.arange(x.shape[1], device=x.device)
+            bias = self.slopes[:, None, None] * (i - i[:, None]).abs().neg().to(x.dtype)
+            out = (q @ k.mT / 4 + bias).softmax(-1) @ v
+            return self.norm(x + self.o(out.transpose(1, 2).flatten(-2)))
+
+    return Layer()
+
+
+def learned_queries() -> nn.Module:
+    """Q-Former: every member of a batch is asked the same, and padded."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries = nn.Parameter(torch.randn(8, 32))
+            self.q, self.kv, self.o = nn.Linear(32, 32), nn.Linear(24, 64), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+            """x [b,s,24], padding bool [b,s]."""
+            q = self.q(self.queries).expand(len(x), -1, -1).unflatten(-1, (2, 16)).transpose(1, 2)
+            k, v = self.kv(x).unflatten(-1, (2, 2, 16)).permute(2, 0, 3, 1, 4)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=~padding[:, None, None])
+            return self.o(out.transpose(1, 2).flatten(-2)) + self.queries
+
+    return Layer()
+
+
+def shared_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [b,s,d] of every member of a batch looks at the same k, v [s,d]."""
+    return (q @ k.T / 4).softmax(-1) @ v
+
+
 def _edges(g: Draw) -> Tensor:
     return g.bools(g.seq, g.seq, p=0.3) | torch.eye(g.seq, dtype=torch.bool, device=g.device)
 
@@ -343,4 +415,13 @@ CASES = (
         kernels=None,
         module=True,
     ),
+    Case("grouped_rotary", grouped_rotary, lambda g: (g.normal(2, g.seq, 32),), module=True),
+    Case("alibi_normed", alibi_normed, lambda g: (g.normal(2, g.seq, 32),), module=True),
+    Case(
+        "learned_queries",
+        learned_queries,
+        lambda g: (g.normal(2, g.seq, 24), torch.arange(g.seq, device=g.device) >= g.lengths(2)[:, None]),
+        module=True,
+    ),
+    Case("shared_keys", shared_keys, lambda g: (g.normal(2, g.seq, 16), g.normal(g.seq, 16), g.normal(g.seq, 16))),
 )

@@ -8,12 +8,13 @@ one of the two sides, backward over what would be as large (masks, biases) or co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ..build import substitute
 from ..dtype import is_float, itemsize
-from ..expr import Axis, Const, Expr, Load, Op, free_axes, index, load, loads, reductions, walk
+from ..expr import Axis, Expr, Load, Op, const, free_axes, index, load, loads, reductions, walk
 from ..program import Program, Value
 from .resolve_views import inline_load, root_of
 
@@ -69,6 +70,8 @@ class Growth:
 Sides = tuple[frozenset[Axis], frozenset[Axis]]
 AllSides = dict[str, tuple[Sides, ...]]
 Group = tuple[set[str], AllSides]
+Blocker = tuple[Value, str]
+"""A value that stands in a region's way, and why."""
 
 
 @dataclass
@@ -94,11 +97,15 @@ def grow_regions(program: Program) -> Growth:
     """Program with views resolved → regions, and the blow-ups that could not be fused with the reason."""
     seeds = [s for v in program.values if (s := _join(program, v)) is not None]
     blown = [s for s in seeds if _is_blow_up(program, s, seeds)]
-    chosen = [s for s in blown if not _serves(program, s, blown)]
+    chosen = [s for s in blown if not _serves(program, s, blown) and not _ends(program, s, blown)]
     grown: list[_Seed] = []
     rejected: list[Rejected] = []
-    for seed in chosen:
-        blocker = _grow(program, seed)
+    tried = [_narrowed(program, seed, _grow(program, seed)) for seed in chosen]
+    for seed, blocker in tried:
+        if any(_covers(program, other, seed) for other, _ in tried if other is not seed):
+            continue
+        if blocker is not None and _has_weight(program, seed.value):
+            continue  # it is stored in any case: a projection after all
         if blocker is not None and blocker[1] is RETURNED and (other := _turned(program, seed)) is not None:
             # What both sides share may be what is reduced: s[i, j] + v[j, d], by max over j.
             seed, blocker = (other, None) if _grow(program, other) is None else (seed, blocker)
@@ -142,16 +149,20 @@ def _join(program: Program, v: Value) -> _Seed | None:
     """The two sides of `v` if it joins values that each have an axis the other lacks."""
     if v.expr is None or v.is_view or not is_float(v.dtype):
         return None
-    found = loads(v.expr)
+    indices = {m for n in loads(v.expr) for i in n.index for m in loads(i)}
+    found = [n for n in loads(v.expr) if n not in indices]  # what a table is read at (token ids) is no operand
     own = frozenset(v.axes)
     # A product of which an extent is 1 has lost an axis to look for, but it has no further axis either.
-    whole = [r for r in reductions(v.expr) if free_axes(r) >= {x for x in own if x.extent > 1}]
+    wide = {x for x in own if x.extent > 1}
+    whole = [r for r in reductions(v.expr) if free_axes(r) >= wide]
+    # What has an operand of its own size changes that one alone: a norm, with its means and weights.
+    changed = any(is_float(n.dtype) and _touched(n) >= wide for n in found)
     for n, a in enumerate(found):
         for b in found[n + 1 :]:
             rows, cols = _touched(a) & own - _touched(b), _touched(b) & own - _touched(a)
-            if rows and cols:
-                return _Seed(v, rows, cols)
             contracted = any(r.kind == "sum" and a in loads(r.body) and b in loads(r.body) for r in whole)
+            if rows and cols and (contracted or not changed):
+                return _Seed(v, rows, cols)
             if contracted and is_float(a.dtype) and is_float(b.dtype) and 1 in v.shape:
                 return _Seed(v, rows, cols)
     return None
@@ -164,6 +175,19 @@ def _turned(program: Program, seed: _Seed) -> _Seed | None:
     shared = frozenset(seed.value.axes).intersection(*touched) - seed.rows - seed.cols
     moving = frozenset(a for a in shared if any(_reduces(program, seed.value, a)))
     return _Seed(seed.value, seed.rows, moving) if moving else None
+
+
+def _narrowed(program: Program, seed: _Seed, blocker: Blocker | None) -> tuple[_Seed, Blocker | None]:
+    """The seed, grown, and its blocker; where that can be avoided, with one axis alone of a side that has several.
+
+    The others are a batch's (of keys, where its members share their queries), which nothing reduces.
+    """
+    if blocker is None:
+        return seed, None
+    narrow = [(seed.rows, frozenset((a,))) for a in seed.cols if len(seed.cols) > 1]
+    narrow += [(frozenset((a,)), seed.cols) for a in seed.rows if len(seed.rows) > 1]
+    found = [s for s in (_Seed(seed.value, *sides) for sides in narrow) if _grow(program, s) is None]
+    return (min(found, key=lambda s: len(s.large)), None) if found else (seed, blocker)
 
 
 def _reduces(program: Program, v: Value, axis: Axis) -> Iterator[bool]:
@@ -201,20 +225,44 @@ def _is_blow_up(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
     assert v.expr is not None
     if v.projection or _is_table(program, v):
         return False
-    coupled, normalised, followed = _path(program, v)
+    coupled, followed = _path(program, v)
     larger = _is_larger(program, seed)
     if _has_weight(program, v):
         contraction = max((r.axis.extent for r in reductions(v.expr)), default=1)
-        return normalised and followed and larger and contraction <= MAX_WEIGHT_CONTRACTION
+        return followed and larger and contraction <= MAX_WEIGHT_CONTRACTION and _is_normalised(program, seed)
     if larger:
         return followed
     later = (s.value for s in seeds if s is not seed and _feeds(program, v.name, s.value.name))
     return coupled and followed and not any(not _has_weight(program, s) and _asks_again(program, s) for s in later)
 
 
+def _is_normalised(program: Program, seed: _Seed) -> bool:
+    """Whether elements of the join meet a reduction of themselves again, as in a softmax.
+
+    In a backward pass that is an input, a number for each index of one side. The gradient of a bias only sums.
+    """
+    v = seed.value
+    sizes = [v.numel // math.prod(a.extent for a in side) for side in (seed.rows, seed.cols)]
+    inputs = (i for i in program.values if i.op == "input" and is_float(i.dtype) and len(i.axes) > 1)
+    own, statistics = {v.name}, {i.name for i in inputs if i.axes[-1].extent == 1 and i.numel in sizes}
+    for u in program.values:
+        if u.expr is None or own.isdisjoint(u.reads) and statistics.isdisjoint(u.reads):
+            continue
+        found = reductions(u.expr)
+        # One place in each: a product of two (queries and keys of one projection) is no statistic.
+        places = ((loads(r.body), {n.index for n in loads(r.body)}) for r in found)
+        alone = any(len(at) == 1 and {n.source for n in nodes} <= own for nodes, at in places)
+        if not own.isdisjoint(u.reads) and (not statistics.isdisjoint(u.reads) or alone and u.numel == v.numel):
+            return True
+        if alone or not (found or statistics.isdisjoint(u.reads)):
+            statistics.add(u.name)
+        elif not found:
+            own.add(u.name)
+    return False
+
+
 def _asks_again(program: Program, v: Value) -> bool:
-    coupled, _, followed = _path(program, v)
-    return coupled and followed
+    return all(_path(program, v))
 
 
 def _serves(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
@@ -235,6 +283,31 @@ def _serves(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
             elif u.expr is not None:
                 stack.append(user)
     return False
+
+
+def _ends(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
+    """Whether `seed`, no larger than its operands, reduces a larger blow-up: that one's region ends with it.
+
+    What follows (a norm, a sum over the heads that share a key) is of linear size, and no part of it.
+    """
+    if _is_larger(program, seed):
+        return False
+    larger = (s.value.name for s in seeds if s is not seed and _is_larger(program, s))
+    return any(_feeds(program, name, seed.value.name) for name in larger)
+
+
+def _covers(program: Program, seed: _Seed, other: _Seed) -> bool:
+    """Whether `other` comes to the values of `seed` element by element, with both sides of `seed` along one of its own.
+
+    So do the slopes of heads times distances. That region takes it like a mask, and ends before heads are summed.
+    What `other` reduces by itself, before that, asks for a region of its own.
+    """
+    met = seed.large & other.large
+    if not any(all(side & own for own in seed.sides[m]) for m in met for side in other.sides[m]):
+        return False
+    apart = (program.by_name[m] for m in other.members.keys() - seed.members.keys())
+    alone = {v.name for v in apart if v.expr is not None and reductions(v.expr)}
+    return all(_depends(program, {m}, {seed.value.name}) for m in alone)
 
 
 def _is_table(program: Program, v: Value) -> bool:
@@ -259,12 +332,12 @@ def _has_weight(program: Program, v: Value) -> bool:
     return any(s.op == "parameter" or (s.op == "input" and len(s.axes) == 2 and rank > 2) for s in sources)
 
 
-def _path(program: Program, v: Value) -> tuple[bool, bool, bool]:
+def _path(program: Program, v: Value) -> tuple[bool, bool]:
     """What lies between `v` and the product that reduces it.
 
-    (some step is not linear, some reduction is of `v` alone, some reduction consumes it)
+    (some step is not linear or some statistic is of `v` alone, some reduction consumes it)
     """
-    seen, stack, coupled, normalised, followed = set(), [v.name], False, False, False
+    seen, stack, coupled, followed = set(), [v.name], False, False
     path, sums = {v.name}, []
     while stack:
         name = stack.pop()
@@ -280,20 +353,18 @@ def _path(program: Program, v: Value) -> tuple[bool, bool, bool]:
             found = reductions(u.expr)
             followed |= bool(found)
             alone = {r.kind for r in found if len(set(loads(r.body))) == 1}
-            normalised |= bool(alone - {"sum"})
             sums += [u] if "sum" in alone else []
-            coupled |= any(isinstance(n, Op) and _couples(n) for n in walk(u.expr))
+            coupled |= bool(alone - {"sum"}) or any(isinstance(n, Op) and _couples(n) for n in walk(u.expr))
             if not found or len(u.axes) == len(v.axes) and u.numel == v.numel:
                 stack.append(user)
                 path.add(user)
-    normalised |= any(_meets(program, u, path) for u in sums)
-    return coupled or normalised, normalised, followed
+    return coupled or any(_meets(program, u, path) for u in sums), followed
 
 
 def _meets(program: Program, u: Value, path: set[str]) -> bool:
     """Whether a sum over values of `path` is put together with one of them again (the gradient of a bias is not)."""
     assert u.expr is not None
-    rest = substitute(u.expr, {}, {r: Const(0, r.dtype) for r in reductions(u.expr)})
+    rest = substitute(u.expr, {}, {r: const(0, r.dtype) for r in reductions(u.expr)})
     if any(n.source in path for n in loads(rest)):
         return True
     below = {u.name}
@@ -362,14 +433,14 @@ def _indexing(node: Load, v: Value, side: frozenset[Axis]) -> frozenset[Axis]:
     return frozenset().union(*(free_axes(i) for a, i in zip(v.axes, node.index, strict=True) if a in side))
 
 
-def _grow(program: Program, seed: _Seed) -> tuple[Value, str] | None:
+def _grow(program: Program, seed: _Seed) -> Blocker | None:
     """Fill `seed.members`; or the value that blocks it and why."""
     v = seed.value
     seed.members = {v.name: replace(v, expr=load(v.name, tuple(map(index, v.axes)), v.dtype))}
     seed.sides = {v.name: (seed.rows, seed.cols)}
     degenerate = not seed.rows and not seed.cols
     large = seed.large = {v.name}
-    blocker: tuple[Value, str] | None = None
+    blocker: Blocker | None = None
     for v in program.values:
         if v.name in seed.members or not seed.members.keys() & set(v.reads):
             continue
@@ -387,7 +458,7 @@ def _grow(program: Program, seed: _Seed) -> tuple[Value, str] | None:
     return blocker or _close(program, seed)
 
 
-def _close(program: Program, seed: _Seed) -> tuple[Value, str] | None:
+def _close(program: Program, seed: _Seed) -> Blocker | None:
     """Add what lies between members, so that no value outside both depends on and feeds the region."""
     below: set[str] = set()
     for v in program.values:
