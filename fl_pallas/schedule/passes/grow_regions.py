@@ -243,7 +243,9 @@ def _is_normalised(program: Program, seed: _Seed) -> bool:
     """
     v = seed.value
     sizes = [v.numel // math.prod(a.extent for a in side) for side in (seed.rows, seed.cols)]
-    inputs = (i for i in program.values if i.op == "input" and is_float(i.dtype) and len(i.axes) > 1 == i.axes[-1].extent)
+    inputs = (
+        i for i in program.values if i.op == "input" and is_float(i.dtype) and len(i.axes) > 1 == i.axes[-1].extent
+    )
     own, statistics = {v.name}, {i.name for i in inputs if i.numel in sizes}
     for u in program.values:
         if u.expr is None or own.isdisjoint(u.reads) and statistics.isdisjoint(u.reads):
