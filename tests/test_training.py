@@ -115,6 +115,7 @@ def test_pytorchs_own_operations(attend: Callable[..., Tensor]) -> None:
     same(gradients(fl.compile(attend), x), gradients(attend, x))
 
 
+@pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")
 def test_what_has_no_derivative_runs_forward() -> None:
     """PyTorch complains only once a gradient is asked for."""
     half = torch.tensor(0.5)
