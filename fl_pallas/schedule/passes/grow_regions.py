@@ -243,15 +243,14 @@ def _is_normalised(program: Program, seed: _Seed) -> bool:
     """
     v = seed.value
     sizes = [v.numel // math.prod(a.extent for a in side) for side in (seed.rows, seed.cols)]
-    inputs = (i for i in program.values if i.op == "input" and is_float(i.dtype) and len(i.axes) > 1)
-    own, statistics = {v.name}, {i.name for i in inputs if i.axes[-1].extent == 1 and i.numel in sizes}
+    inputs = (i for i in program.values if i.op == "input" and is_float(i.dtype))
+    kept = {i.name for i in inputs if i.numel in sizes and len(i.axes) > 1 == i.axes[-1].extent}
+    own, statistics = {v.name}, kept
     for u in program.values:
         if u.expr is None or own.isdisjoint(u.reads) and statistics.isdisjoint(u.reads):
             continue
         found = reductions(u.expr)
-        # One place in each: a product of two (queries and keys of one projection) is no statistic.
-        places = ((loads(r.body), {n.index for n in loads(r.body)}) for r in found)
-        alone = any(len(at) == 1 and {n.source for n in nodes} <= own for nodes, at in places)
+        alone = any(len(set(loads(r.body))) == 1 and loads(r.body)[0].source in own for r in found)
         if not own.isdisjoint(u.reads) and (not statistics.isdisjoint(u.reads) or alone and u.numel == v.numel):
             return True
         if alone or not (found or statistics.isdisjoint(u.reads)):
