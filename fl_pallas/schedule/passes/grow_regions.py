@@ -104,8 +104,6 @@ def grow_regions(program: Program) -> Growth:
     for seed, blocker in tried:
         if any(_covers(program, other, seed) for other, _ in tried if other is not seed):
             continue
-        if blocker is not None and _has_weight(program, seed.value):
-            continue  # it is stored in any case: a projection after all
         if blocker is not None and blocker[1] is RETURNED and (other := _turned(program, seed)) is not None:
             # What both sides share may be what is reduced: s[i, j] + v[j, d], by max over j.
             seed, blocker = (other, None) if _grow(program, other) is None else (seed, blocker)
@@ -178,16 +176,17 @@ def _turned(program: Program, seed: _Seed) -> _Seed | None:
 
 
 def _narrowed(program: Program, seed: _Seed, blocker: Blocker | None) -> tuple[_Seed, Blocker | None]:
-    """The seed, grown, and its blocker; where that can be avoided, with one axis alone of a side that has several.
+    """The seed, grown, and its blocker; or with one axis alone of a side that has several, where that avoids the
+    blocker or ends the region earlier.
 
-    The others are a batch's (of keys, where its members share their queries), which nothing reduces.
+    The others are a batch's (of keys, where its members share their queries), or rows beside columns (of distances,
+    which each head has its decay for): nothing reduces them.
     """
-    if blocker is None:
-        return seed, None
     narrow = [(seed.rows, frozenset((a,))) for a in seed.cols if len(seed.cols) > 1]
     narrow += [(frozenset((a,)), seed.cols) for a in seed.rows if len(seed.rows) > 1]
     found = [s for s in (_Seed(seed.value, *sides) for sides in narrow) if _grow(program, s) is None]
-    return (min(found, key=lambda s: len(s.large)), None) if found else (seed, blocker)
+    best = min(found, key=lambda s: len(s.large), default=seed)
+    return (best, None) if found and (blocker or len(best.large) < len(seed.large)) else (seed, blocker)
 
 
 def _reduces(program: Program, v: Value, axis: Axis) -> Iterator[bool]:

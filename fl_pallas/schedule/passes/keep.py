@@ -60,7 +60,7 @@ def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) ->
         else:
             stack += v.reads
     for v in (v for v in whole.values if v.name in seen or v.name in later):
-        if _compares(v, saved):
+        if _compares(whole, v, saved):
             why = "the gradient goes to what equals the maximum, and scores that are computed again may not (detach it)"
             raise Unsupported("a maximum that needs a gradient", why, v.where)
     # A result may be known in the dimensions in which the user sees it, and in those of the product that made it.
@@ -113,14 +113,18 @@ def inner(program: Program) -> frozenset[str]:
     return frozenset(found)
 
 
-def _compares(v: Value, saved: set[str]) -> bool:
-    """Whether `v` asks if floats are equal of which some are computed again."""
+def _compares(program: Program, v: Value, saved: set[str]) -> bool:
+    """Whether `v` asks which of floats that are computed again equal their extremum."""
     tests = [n for n in walk(v.expr) if isinstance(n, Op) and n.name == "eq"] if v.expr is not None else []
-    return any(
-        a is not b and is_float(a.dtype) and loads(a) and loads(b) and any(m.source not in saved for m in loads(n))
-        for n in tests
-        for a, b in (n.args,)
-    )
+    for n in tests:
+        sources = {m.source for m in loads(n)} if all(is_float(a.dtype) and loads(a) for a in n.args) else set()
+        if not sources <= saved and any(_is_extremum(program.by_name[root_of(program, s)]) for s in sources):
+            return True
+    return False
+
+
+def _is_extremum(v: Value) -> bool:
+    return v.expr is not None and any(r.kind in ("max", "min") for r in reductions(v.expr))
 
 
 def _is_sum(v: Value) -> bool:
