@@ -76,7 +76,7 @@ def test_gradients_accumulate() -> None:
     same([t.grad for t in x[1:]], [a + b for a, b in zip(first[1:], second[1:])])
 
 
-@pytest.mark.parametrize("name", ["grouped_rotary", "alibi_normed", "learned_queries", "shared_keys"])
+@pytest.mark.parametrize("name", ["grouped_rotary", "alibi_normed", "learned_queries", "shared_keys", "token_ids"])
 def test_regions_end_at_the_projections(name: str) -> None:
     """Products with weights, norms and sums over heads that share a key stay outside, in both passes."""
     case = BY_NAME[name]

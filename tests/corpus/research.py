@@ -330,6 +330,51 @@ def learned_queries() -> nn.Module:
     return Layer()
 
 
+def retention_layer() -> nn.Module:
+    """RetNet's layer: decays normalised by themselves, a group norm and a gate after them."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.gate, self.out = (nn.Linear(32, 32, bias=False) for _ in range(5))
+            self.norm = nn.GroupNorm(2, 32, affine=False)
+            self.register_buffer("gamma", 1 - 2 ** (-5 - torch.arange(2).float()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            """x [b,s,32]."""
+            b, s, _ = x.shape
+            q, k, v = (f(x).view(b, s, 2, 16).transpose(1, 2) for f in (self.q, self.k, self.v))
+            i = torch.arange(s, device=x.device)
+            distance = (i[:, None] - i).to(x.dtype)
+            decay = torch.where(distance >= 0, self.gamma[:, None, None] ** distance.clamp(min=0), 0.0)
+            decay = decay / decay.sum(-1, keepdim=True).sqrt()
+            kept = (q @ k.mT / 4) * decay
+            kept = kept / kept.detach().abs().sum(-1, keepdim=True).clamp(min=1)
+            y = self.norm((kept @ v).transpose(1, 2).reshape(b * s, 32)).view(b, s, 32)
+            return self.out(F.silu(self.gate(x)) * y)
+
+    return Layer()
+
+
+def token_ids() -> nn.Module:
+    """A layer on embedded tokens, of which there are more than the tables have rows."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places = nn.Embedding(11, 32), nn.Embedding(1024, 32)
+            self.norm, self.qkv, self.out = nn.LayerNorm(32), nn.Linear(32, 96), nn.Linear(32, 11)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            """ids [b,s] below 11."""
+            x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+            q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.out(x + y.transpose(1, 2).flatten(-2))
+
+    return Layer()
+
+
 def shared_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q [b,s,d] of every member of a batch looks at the same k, v [s,d]."""
     return (q @ k.T / 4).softmax(-1) @ v
@@ -423,5 +468,7 @@ CASES = (
         lambda g: (g.normal(2, g.seq, 24), torch.arange(g.seq, device=g.device) >= g.lengths(2)[:, None]),
         module=True,
     ),
+    Case("retention_layer", retention_layer, lambda g: (g.normal(1, g.seq, 32),), module=True),
+    Case("token_ids", token_ids, lambda g: (g.ints(0, 11, 8, g.seq),), module=True),
     Case("shared_keys", shared_keys, lambda g: (g.normal(2, g.seq, 16), g.normal(g.seq, 16), g.normal(g.seq, 16))),
 )

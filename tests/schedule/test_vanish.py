@@ -53,6 +53,40 @@ def mean_beside(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (s - m).exp() / total @ v, m + total.log()
 
 
+def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Online softmax, written as a loop."""
+    m = q.new_full((*q.shape[:-1], 1), -math.inf)
+    total, out = torch.zeros_like(m), torch.zeros_like(q)
+    for keys, values in zip(k.split(10, -2), v.split(10, -2), strict=True):
+        s = _scores(q, keys)
+        last, m = m, torch.maximum(m, s.amax(-1, keepdim=True))
+        e, moved = (s - m).exp(), (last - m).exp()
+        total, out = total * moved + e.sum(-1, keepdim=True), out * moved + e @ values
+    return out / total
+
+
+def merged(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Two halves of the keys apart, joined by their logarithms."""
+
+    def part(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        s = _scores(q, keys)
+        log = s.logsumexp(-1, keepdim=True)
+        return (s - log).exp() @ values, log
+
+    (a, log_a), (b, log_b) = part(k[:, :8], v[:, :8]), part(k[:, 8:], v[:, 8:])
+    log = torch.logaddexp(log_a, log_b)
+    return a * (log_a - log).exp() + b * (log_b - log).exp()
+
+
+def distances(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FIRE: a bias by position, with a maximum of its own whose gradient counts."""
+    i = torch.arange(q.shape[-2], device=q.device).to(q.dtype)
+    scale, threshold = q[0, 0, 0].abs(), k[0, 0, 0].abs()
+    reach = torch.log(scale * torch.maximum(i, 4 * threshold)[:, None] + 1)
+    near = torch.log(scale * (i[:, None] - i).clamp(min=0) + 1) / reach
+    return (_scores(q, k) - near).softmax(-1) @ v
+
+
 def one_more(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A constant beside the exponentials: the result does depend on the maximum."""
     s = _scores(q, k)
@@ -70,7 +104,9 @@ def inputs() -> list[Tensor]:
     return [torch.randn(2, 19, 16, generator=generator) for _ in range(3)]
 
 
-@pytest.mark.parametrize("fn", [guarded, masked_after, with_a_sink, of_all_rows, mean_beside])
+@pytest.mark.parametrize(
+    "fn", [guarded, masked_after, with_a_sink, of_all_rows, mean_beside, in_blocks, merged, distances]
+)
 def test_needs_no_gradient(fn: Callable[..., Tensor]) -> None:
     explanation = fl.explain(fn, *(x.requires_grad_() for x in inputs()))
     assert [g.name for g in explanation.graphs] == ["forward", "backward"]

@@ -100,10 +100,16 @@ def grow_regions(program: Program) -> Growth:
     chosen = [s for s in blown if not _serves(program, s, blown) and not _ends(program, s, blown)]
     grown: list[_Seed] = []
     rejected: list[Rejected] = []
-    tried = [_narrowed(program, seed, _grow(program, seed)) for seed in chosen]
+    tried: list[tuple[_Seed, Blocker | None]] = []
+    for seed in chosen:
+        blocker = _grow(program, seed)
+        free = _narrowed(program, seed) if blocker else None
+        tried.append((free, None) if free else (seed, blocker))
     for seed, blocker in tried:
         if any(_covers(program, other, seed) for other, _ in tried if other is not seed):
             continue
+        if blocker is None and (shorter := _narrowed(program, seed)) and len(shorter.large) < len(seed.large):
+            seed = shorter
         if blocker is not None and blocker[1] is RETURNED and (other := _turned(program, seed)) is not None:
             # What both sides share may be what is reduced: s[i, j] + v[j, d], by max over j.
             seed, blocker = (other, None) if _grow(program, other) is None else (seed, blocker)
@@ -175,9 +181,8 @@ def _turned(program: Program, seed: _Seed) -> _Seed | None:
     return _Seed(seed.value, seed.rows, moving) if moving else None
 
 
-def _narrowed(program: Program, seed: _Seed, blocker: Blocker | None) -> tuple[_Seed, Blocker | None]:
-    """The seed, grown, and its blocker; or with one axis alone of a side that has several, where that avoids the
-    blocker or ends the region earlier.
+def _narrowed(program: Program, seed: _Seed) -> _Seed | None:
+    """The seed, grown, with one axis alone of a side that has several; None if there is none that is not blocked.
 
     The others are a batch's (of keys, where its members share their queries), or rows beside columns (of distances,
     which each head has its decay for): nothing reduces them.
@@ -185,8 +190,7 @@ def _narrowed(program: Program, seed: _Seed, blocker: Blocker | None) -> tuple[_
     narrow = [(seed.rows, frozenset((a,))) for a in seed.cols if len(seed.cols) > 1]
     narrow += [(frozenset((a,)), seed.cols) for a in seed.rows if len(seed.rows) > 1]
     found = [s for s in (_Seed(seed.value, *sides) for sides in narrow) if _grow(program, s) is None]
-    best = min(found, key=lambda s: len(s.large), default=seed)
-    return (best, None) if found and (blocker or len(best.large) < len(seed.large)) else (seed, blocker)
+    return min(found, key=lambda s: len(s.large), default=None)
 
 
 def _reduces(program: Program, v: Value, axis: Axis) -> Iterator[bool]:
