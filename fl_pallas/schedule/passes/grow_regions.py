@@ -119,6 +119,8 @@ def grow_regions(program: Program) -> Growth:
                 read = max((program.by_name[root_of(program, r)] for r in blocker[0].reads), key=lambda v: v.numel)
                 why = f"{blocker[1]}; a kernel stores what it reads"
                 rejected.append(Rejected(read, blocker[0], why, read.numel * itemsize(read.dtype), fused=True))
+            else:
+                _end_before_projections(program, seed)
             blocker = None
         if blocker is None:
             grown.append(seed)
@@ -215,6 +217,37 @@ def _is_larger(program: Program, seed: _Seed) -> bool:
 def _spares(program: Program, seed: _Seed) -> bool:
     """Whether the region, with what lies between its members, reduces what it grew from at all."""
     return seed.large < seed.members.keys() and _close(program, seed) is None
+
+
+def _end_before_projections(program: Program, seed: _Seed) -> None:
+    """Leave out of a region, of which something large is returned, what a product with a weight makes of a large value
+    that is no larger than its result, if all that is returned comes from it: storing the one or the other is as good.
+
+    So a bias's gradient is stored, and that of the pairs and the weights from which a linear layer made the bias are
+    PyTorch's.
+    """
+    returned = {root_of(program, n) for n in program.outputs} & seed.large
+    for v in [v for v in program.values if v.name in seed.large and v.name != seed.value.name]:
+        stored = [program.by_name[r] for r in v.reads if r in seed.large]
+        if v.expr is None or not reductions(v.expr) or not _has_weight(program, v) or len(stored) != 1:
+            continue
+        (kept,) = stored
+        after = {v.name} | {m for m in seed.members if _meets_as_large(program, program.by_name[m], kept, seed)}
+        for u in program.values:
+            if u.name in seed.members and after.intersection(u.reads):
+                after.add(u.name)
+        others = {r for name in after for r in program.by_name[name].reads if r in seed.large} - after
+        if kept.numel <= v.numel and returned <= after and others <= {kept.name}:
+            for name in after:
+                del seed.members[name]
+            seed.large -= after
+            return
+
+
+def _meets_as_large(program: Program, v: Value, kept: Value, seed: _Seed) -> bool:
+    """Whether `v` reduces the product of a large value and of another of that size, from outside of the region."""
+    others = (program.by_name[r] for r in v.reads if r not in seed.members)
+    return v.name not in seed.large and kept.name in v.reads and any(o.numel >= kept.numel for o in others)
 
 
 def _is_blow_up(program: Program, seed: _Seed, seeds: list[_Seed]) -> bool:
