@@ -156,8 +156,9 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+@functools.lru_cache(maxsize=16)
 def _dumped(cubin: bytes, what: str) -> str:
-    """What `cuobjdump` (shipped with triton) tells of a cubin."""
+    """What `cuobjdump` (shipped with triton) tells of a cubin. Kept, for the same code is looked at more than once."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
