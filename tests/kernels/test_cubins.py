@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import zlib
@@ -16,12 +17,14 @@ from triton import knobs
 import fl_pallas as fl
 from fl_pallas.bridge.dlpack import DlpackKernel, matmul_precision
 from fl_pallas.capture.dtypes import torch_dtype
+from fl_pallas.errors import Unsupported
 from fl_pallas.kernels.cubin import Cubin, compile_ttir, is_miscompiled, is_serial, simplified
 from fl_pallas.kernels.fit import SPILL, fitting
 from fl_pallas.kernels.lower import Lowered, lower_contiguous
 from fl_pallas.kernels.triton import operand_names
 from fl_pallas.schedule.passes import skip_tiles
 from fl_pallas.schedule.plan import KernelPlan
+from fl_pallas.schedule.target import target_of
 from tests.programs import BY_NAME, FUSED, Case
 
 SEQ = 257
@@ -73,6 +76,16 @@ def dtype_of(case: Case) -> torch.dtype:
     return torch.float32 if zlib.crc32(case.name.encode()) % 4 == 0 else torch.bfloat16
 
 
+def compiled(plan: KernelPlan, lower: Callable[[KernelPlan], Lowered], capability: int) -> Cubin:
+    """The scheduler's pick; where that does not fit, the choice that is taken in its place."""
+    with contextlib.suppress(Unsupported):
+        cubin = compile_ttir(simplified(lower(plan), capability), capability)
+        if cubin.stack <= SPILL and cubin.shared <= target_of(capability).shared_bytes:
+            return cubin
+    (made,) = fitting(plan, lower, capability)
+    return made.cubin
+
+
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in FUSED])
 def test_compiles(case: Case, capability: int) -> None:
@@ -80,11 +93,11 @@ def test_compiles(case: Case, capability: int) -> None:
     kernels = kernels_of(case.name, dtype)
     assert kernels or case.kernels is None
     for plan, lower in kernels:
-        (made,) = fitting(plan, lower, capability)
+        cubin = compiled(plan, lower, capability)
         what = f"{case.name} {plan.name} on sm_{capability}"
-        assert made.cubin.binary.startswith(b"\x7fELF"), what
-        spilled = made.cubin.stack  # by itself, or pytest prints the whole cubin
-        assert spilled <= SPILL, f"{what}: {made.cubin.registers} registers, {spilled} bytes spilled"
+        assert cubin.binary.startswith(b"\x7fELF"), what
+        spilled = cubin.stack  # by itself, or pytest prints the whole cubin
+        assert spilled <= SPILL, f"{what}: {cubin.registers} registers, {spilled} bytes spilled"
 
 
 @pytest.mark.parametrize("name", ["document_causal", "masked_rows", "global_and_local"])
