@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fl_pallas as fl
 from tests.oracle import check_gradients
+from tests.test_gradients import explained
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
@@ -108,15 +109,16 @@ def inputs() -> list[Tensor]:
     "fn", [guarded, masked_after, with_a_sink, of_all_rows, mean_beside, in_blocks, merged, distances]
 )
 def test_needs_no_gradient(fn: Callable[..., Tensor]) -> None:
-    explanation = fl.explain(fn, *(x.requires_grad_() for x in inputs()))
+    compiled, explanation = explained(fn, fallback="error")
+    check_gradients(fn, compiled, inputs())
     assert [g.name for g in explanation.graphs] == ["forward", "backward"]
     assert not any(g.fallbacks for g in explanation.graphs), explanation
-    check_gradients(fn, fl.compile(fn, fallback="error"), inputs())
 
 
 @pytest.mark.parametrize("fn", [one_more, as_a_temperature])
 def test_needs_one(fn: Callable[..., Tensor]) -> None:
+    compiled, explanation = explained(fn)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fl.FallbackWarning)
-        check_gradients(fn, fl.compile(fn), inputs())
-    assert any(g.fallbacks for g in fl.explain(fn, *(x.requires_grad_() for x in inputs())).graphs)
+        check_gradients(fn, compiled, inputs())
+    assert any(g.fallbacks for g in explanation.graphs)
