@@ -27,7 +27,7 @@ from .test_programs import dtype_name
 SEQ = 33
 """Longer than most head dims: smaller scores would stay in PyTorch."""
 GPU_RUNS = ((torch.float32, SEQ), (torch.bfloat16, 257), (torch.float32, 1024))
-SHARE = 12
+SHARE = 24
 """One case in so many runs on a CPU; all with --every-case."""
 
 _TABLE = "a kernel stores the gradient of the bias, from which PyTorch makes that of the table's rows"
