@@ -185,7 +185,7 @@ def _component(bound: list[Axis], factors: list[tuple[Letter, int]]) -> tuple[fr
 
 def _named(axes: frozenset[Axis], product: Monomial) -> Total:
     """The sum over `axes` under names that depend on nothing but what it says."""
-    depth = 1 + max((a.depth for a, _ in product if isinstance(a, Total)), default=0)
+    depth = 1 + max((_depth(a) for a, _ in product), default=0)
     by_extent = sorted(axes, key=lambda a: a.extent)
     groups = [list(g) for _, g in itertools.groupby(by_extent, key=lambda a: a.extent)]
     if any(len(g) > MAX_ALIKE for g in groups):
@@ -196,6 +196,13 @@ def _named(axes: frozenset[Axis], product: Monomial) -> Total:
         own = {a: Axis(f"%{depth}.{n}", a.extent) for n, a in enumerate(itertools.chain(*order))}
         made.append(Total(tuple(own.values()), frozenset((_renamed(a, own), n) for a, n in product), depth))
     return min(made, key=_text) if len(made) > 1 else made[0]
+
+
+def _depth(a: Letter) -> int:
+    """How many sums lie inside of each other, those of a divisor too: their axes must not take each other's names."""
+    if isinstance(a, Divisor):
+        return max((_depth(f) for m, _ in a.terms for f, _ in m), default=0)
+    return a.depth if isinstance(a, Total) else 0
 
 
 def _free(a: Letter) -> frozenset[Axis]:
