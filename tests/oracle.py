@@ -24,7 +24,7 @@ FLOORS = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-9, torc
 """The largest relative error that passes whatever eager's is."""
 # Root mean square of a reference that is zero but for rounding: the gradient of what softmax takes off again.
 ZERO = 1e-14
-# A gradient of fewer numbers is judged by several draws: its error against eager's is a matter of luck in one.
+# Results or gradients of fewer numbers are judged by several draws: in one, the error against eager's is luck.
 FEW, DRAWS = 64, 8
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -106,12 +106,22 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
 
 def errors(fn: Callable[..., Any], inputs: Sequence[Tensor], out: Any) -> list[Error]:
     """The verdict on each output of a compiled run; raises AssertionError where they can't be compared at all."""
+    return _judge(*_compared(fn, inputs, out), _floor(inputs))
+
+
+def _compared(fn: Callable[..., Any], inputs: Sequence[Tensor], out: Any) -> tuple[dict[str, Tensor], ...]:
+    """The tensors of `out`, of PyTorch's result, and of the reference."""
     with torch.no_grad():
         eager = fn(*inputs)
     assert type(out) is type(eager), f"returned a {type(out).__name__}, PyTorch a {type(eager).__name__}"
     outs, eagers, refs = leaves(out), leaves(eager), leaves(reference(fn, inputs))
     assert outs.keys() == eagers.keys(), f"returned {list(outs)}, PyTorch {list(eagers)}"
-    return _judge(outs, eagers, refs, _floor(inputs))
+    return outs, eagers, refs
+
+
+def _pooled(draws: Sequence[tuple[dict[str, Tensor], ...]]) -> list[dict[str, Tensor]]:
+    """What `_compared` gives for several draws, as one."""
+    return [{name: torch.stack([d[name] for d in group]) for name in group[0]} for group in zip(*draws, strict=True)]
 
 
 def _floor(inputs: Sequence[Tensor]) -> float:
@@ -156,6 +166,11 @@ def check(fn: Callable[..., Any], inputs: Sequence[Tensor], out: Any, *, name: s
     _assert_ok(lambda: errors(fn, inputs, out), fn, inputs, name)
 
 
+def _by_luck(verdicts: Sequence[Error]) -> bool:
+    """Whether something failed, and everything is too small for that to mean much."""
+    return not all(e.ok for e in verdicts) and all(math.prod(e.shape) < FEW for e in verdicts)
+
+
 def _assert_ok(judge: Callable[[], list[Error]], fn: Callable[..., Any], inputs: Sequence[Tensor], name: str) -> None:
     name = name or getattr(fn, "__name__", type(fn).__name__)
     where = f"variant {name}\ninputs {describe(inputs)}\nreproduce: {reproduction()}"
@@ -168,15 +183,32 @@ def _assert_ok(judge: Callable[[], list[Error]], fn: Callable[..., Any], inputs:
 
 
 def run_and_check(
-    fn: Callable[..., Any], compiled: Callable[..., Any], inputs: Sequence[Tensor], *, name: str = ""
+    fn: Callable[..., Any],
+    compiled: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    *,
+    name: str = "",
+    draw: Callable[[int], Sequence[Tensor]] | None = None,
 ) -> Any:
-    """Run `compiled`, check its outputs and that it left its inputs alone; returns the outputs."""
+    """Run `compiled`, check its outputs and that it left its inputs alone; returns the outputs.
+
+    Args:
+      draw: inputs by seed, for outputs of so few numbers that one draw says little.
+    """
     before = [x.clone() for x in inputs]
     out = compiled(*inputs)
     for index, (x, kept) in enumerate(zip(inputs, before, strict=True)):
         same = torch.equal(x.nan_to_num(), kept.nan_to_num()) and torch.equal(x.isnan(), kept.isnan())
         assert same, f"{name}: input {index} was written to\nreproduce: {reproduction()}"
-    check(fn, inputs, out, name=name)
+
+    def judge() -> list[Error]:
+        verdicts = errors(fn, inputs, out)
+        if draw is None or not _by_luck(verdicts):
+            return verdicts
+        draws = [draw(seed) for seed in range(DRAWS)]
+        return _judge(*_pooled([_compared(fn, given, compiled(*given)) for given in draws]), _floor(inputs))
+
+    _assert_ok(judge, fn, inputs, name)
     return out
 
 
@@ -195,7 +227,7 @@ def gradient_errors(
     generator = torch.Generator().manual_seed(1)
     exact = copy.deepcopy(fn).double() if isinstance(fn, nn.Module) else fn
     upcast = [x.double() if x.is_floating_point() else x for x in inputs]
-    groups: tuple[dict[str, list[Tensor]], ...] = ({}, {}, {})
+    found = []
     for _ in range(draws):
         # Rounded as the outputs are, so that the reference is given the same numbers.
         tangents = {
@@ -206,20 +238,28 @@ def gradient_errors(
             refs = _gradients(exact, exact, upcast, {name: t.double() for name, t in tangents.items()})
         if any(t is not None and (t.isnan() > r.isnan()).any() for t, r in zip(eagers.values(), refs.values())):
             # PyTorch's fused kernels are of several minds about rows that see nothing.
-            with sdpa_kernel(SDPBackend.MATH):
+            with _plain_sdpa():
                 eagers = _gradients(fn, fn, inputs, tangents)
         for name, theirs in eagers.items():
             ours = outs[name]
             # Compiled code returns zeros where PyTorch can tell that nothing depends on an input.
             alike = ours is not None if theirs is not None else ours is None or not ours.any()
             assert alike, f"{name}: gradient is {'None' if ours is None else 'not None'}, unlike PyTorch's"
-            if theirs is not None:
-                for group, found in zip(groups, (ours, theirs, refs[name]), strict=True):
-                    group.setdefault(name, []).append(found)  # type: ignore[arg-type]
-    return _judge(
-        *({n: torch.cat(g) if g[0].dim() else torch.stack(g) for n, g in group.items()} for group in groups),
-        _floor(inputs),
-    )
+        asked = [name for name, theirs in eagers.items() if theirs is not None]
+        found.append(tuple({name: group[name] for name in asked} for group in (outs, eagers, refs)))
+    return _judge(*_pooled(found), _floor(inputs))  # type: ignore[arg-type]
+
+
+@contextmanager
+def _plain_sdpa() -> Iterator[None]:
+    """PyTorch's scaled_dot_product_attention as operations on the dtype that it is given (no float32 within)."""
+    kept = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(kept)
 
 
 def _gradients(
@@ -244,9 +284,6 @@ def check_gradients(
 
     def judge() -> list[Error]:
         verdicts = gradient_errors(fn, compiled, inputs)
-        wrong = [e for e in verdicts if not e.ok]
-        if wrong and all(math.prod(e.shape) < FEW for e in wrong):
-            return gradient_errors(fn, compiled, inputs, DRAWS)
-        return verdicts
+        return gradient_errors(fn, compiled, inputs, DRAWS) if _by_luck(verdicts) else verdicts
 
     _assert_ok(judge, fn, inputs, name)

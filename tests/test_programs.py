@@ -6,6 +6,7 @@ import re
 import warnings
 import zlib
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -56,7 +57,8 @@ def test_fused(case: Case, dtype: torch.dtype, seq: int, device: torch.device) -
     with warnings.catch_warnings():
         if case.kernels is None or seq < 100:  # too small to blow up: PyTorch may keep it, and may say so
             warnings.simplefilter("ignore", fl.FallbackWarning)
-        run_and_check(target, fl.compile(target), case.make_inputs(seq, dtype, device), name=case.name)
+        draw = partial(case.make_inputs, seq, dtype, device)
+        run_and_check(target, fl.compile(target), draw(), name=case.name, draw=draw)
 
 
 def test_float16_numbers_stay_in_range(device: torch.device) -> None:

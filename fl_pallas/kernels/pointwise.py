@@ -113,7 +113,7 @@ POINTWISE: dict[str, Callable[..., Array]] = {
     "sub": lax.sub,
     "mul": lax.mul,
     "div": lax.div,
-    "neg": lax.neg,
+    "neg": lambda x: x * jnp.asarray(-1, x.dtype),  # JAX 0.11 cannot lower lax.neg of a constant
     "abs": lax.abs,
     "max": _maximum,
     "min": _minimum,
