@@ -24,6 +24,8 @@ from .oracle import check, check_gradients
 from .programs import BY_NAME, FUSED, Case
 from .test_programs import dtype_name
 
+pytestmark = pytest.mark.usefixtures("repeated")
+
 SEQ = 33
 """Longer than most head dims: smaller scores would stay in PyTorch."""
 GPU_RUNS = ((torch.float32, SEQ), (torch.bfloat16, 257), (torch.float32, 1024))

@@ -16,6 +16,8 @@ import fl_pallas as fl
 from .oracle import run_and_check
 from .programs import BY_NAME, FALLBACKS, FUSED, Case
 
+pytestmark = pytest.mark.usefixtures("repeated")
+
 GPU_LENGTHS = (1, 17, 100, 257, 1024)
 
 

@@ -100,8 +100,9 @@ def compile_ttir(lowered: Lowered, capability: int) -> Cubin:
     kernel = compile_kernel(lowered, capability)
     binary, texts = kernel.asm["cubin"], {name: text for name, text in kernel.asm.items() if isinstance(text, str)}
     registers, stack = resources(binary)
-    if "wgmma" in texts["ptx"] and _ptxas() < SOUND and is_miscompiled(_dumped(binary, "--dump-sass")):
-        raise Unsupported(lowered.name, f"ptxas gives a matrix product a wrong address for sm_{capability}")
+    suspect = "s16x2" in texts["ptx"] or "wgmma" in texts["ptx"] and _ptxas() < SOUND
+    if suspect and is_miscompiled(_dumped(binary, "--dump-sass")):
+        raise Unsupported(lowered.name, f"ptxas would have it compute something else for sm_{capability}")
     return Cubin(binary, capability, registers, stack, kernel.metadata.shared, texts)
 
 
@@ -127,13 +128,20 @@ _UPPER = re.compile(r"UIADD3\.X UR\d+, (UR\d+), \S+, URZ, (UP\d), !UPT")
 _WRITTEN = re.compile(r"\*/\s+(?:@!?U?P\w+ )?((?:U|R2U|S2U)[\w.]+) UR(\d+)")
 
 
-def is_miscompiled(sass: str) -> bool:
-    """Whether a 64-bit sum takes both of its halves from one register.
+# A sum of pairs of 16-bit numbers that has lost its constant.
+_NOTHING_ADDED = re.compile(r"VIADD\.16x2 \S+ \S+ (0x)?0 ;|VIADD\.16x2 \S+ \S+ RZ ;")
 
-    ptxas of CUDA 12.8, which Triton 3.6 brings, does so to some descriptors of matrices in shared memory (an address,
-    and constants in the upper half) that begin where those of another product did; that of 12.9 does not. The product
-    then reads elsewhere, even outside of shared memory.
+
+def is_miscompiled(sass: str) -> bool:
+    """Whether a 64-bit sum takes both of its halves from one register, or one of 16-bit pairs adds nothing.
+
+    ptxas of CUDA 12.8, which Triton 3.6 brings, does the first to some descriptors of matrices in shared memory (an
+    address, and constants in the upper half) that begin where those of another product did; that of 12.9 does not.
+    The product then reads elsewhere, even outside of shared memory. The second is done by all of 12.8 to 13.0 where
+    one of the pair is not used.
     """
+    if _NOTHING_ADDED.search(sass):
+        return True
     source: dict[str, str] = {}
     for line in sass.splitlines():
         if upper := _UPPER.search(line):

@@ -24,13 +24,13 @@ def _exp(x: Array) -> Array:
 
 def _maximum(a: Array, b: Array) -> Array:
     # The Triton lowering's max returns the other operand for NaN; PyTorch's propagates it.
-    if jnp.issubdtype(a.dtype, jnp.floating):
+    if _is_float(a):
         return jnp.where((a < b) | (b != b), b, a)
     return jnp.maximum(a, b)
 
 
 def _minimum(a: Array, b: Array) -> Array:
-    if jnp.issubdtype(a.dtype, jnp.floating):
+    if _is_float(a):
         return jnp.where((a > b) | (b != b), b, a)
     return jnp.minimum(a, b)
 
@@ -83,6 +83,33 @@ def _pow(x: Array, y: Array) -> Array:
     return lax.pow(x, y)
 
 
+def _sub(a: Array, b: Array) -> Array:
+    """a - b. Triton takes `constant - range` to be as divisible as the constant and the range's first number are, so
+    that whole runs of it would compare alike; of a complement it takes nothing.
+    """
+    return a - b if _is_float(b) or not b.ndim else a + (~b + jnp.asarray(1, b.dtype))
+
+
+def _neg(x: Array) -> Array:
+    # JAX 0.11 cannot lower lax.neg of a constant; integers as in `_sub`.
+    return x * jnp.asarray(-1, x.dtype) if _is_float(x) or not x.ndim else ~x + jnp.asarray(1, x.dtype)
+
+
+def _ordered(compare: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    """A comparison of tiles of integers by their complements, for the reason that `_sub` gives: sums may be affected
+    too. LLVM takes the complements off again.
+    """
+
+    def compared(a: Array, b: Array) -> Array:
+        return compare(a, b) if _is_float(a) or not a.ndim else compare(~b, ~a)
+
+    return compared
+
+
+def _is_float(x: Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
 def _floordiv(a: Array, b: Array) -> Array:
     quotient = lax.div(a, b)
     inexact = lax.rem(a, b) != 0
@@ -110,10 +137,10 @@ def _multiplied(x: Array) -> tuple[Array, Array]:
 
 POINTWISE: dict[str, Callable[..., Array]] = {
     "add": lax.add,
-    "sub": lax.sub,
+    "sub": _sub,
     "mul": lax.mul,
     "div": lax.div,
-    "neg": lambda x: x * jnp.asarray(-1, x.dtype),  # JAX 0.11 cannot lower lax.neg of a constant
+    "neg": _neg,
     "abs": lax.abs,
     "max": _maximum,
     "min": _minimum,
@@ -141,10 +168,10 @@ POINTWISE: dict[str, Callable[..., Array]] = {
     "mod": _mod,
     "isnan": lambda x: x != x,
     "isinf": lambda x: jnp.abs(x) == jnp.inf,
-    "lt": lax.lt,
-    "le": lax.le,
-    "gt": lax.gt,
-    "ge": lax.ge,
+    "lt": _ordered(lax.lt),
+    "le": _ordered(lax.le),
+    "gt": _ordered(lax.gt),
+    "ge": _ordered(lax.ge),
     "eq": lax.eq,
     "ne": lax.ne,
     "and": lax.bitwise_and,

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ..errors import ScheduleError
@@ -255,6 +256,8 @@ class Evaluator:
         if e.name == "tanh" and e.dtype == "bf16" and not self.interpret:
             # One instruction, and four times as accurate as the bfloat16 that PyTorch would round to.
             return Tile(plgpu.approx_tanh(arrays[0]), axes)
+        if e.name in ("floordiv", "mod") and axes and not self.interpret and _is_narrow(e.args[0]):
+            arrays[0] = arrays[0] + _never().astype(arrays[0].dtype)
         if e.name == "div" and self.compute == "f32" and (inverse := _inverse(e.args[1])) is not None:
             return Tile(arrays[0] * jnp.float32(inverse), axes)
         return Tile(POINTWISE[e.name](*arrays), axes)
@@ -304,7 +307,10 @@ class Evaluator:
         for i, n, stride in zip(idx, operand.shape, operand.strides, strict=True):
             if not _is_inside(i, n):
                 tile = self.eval(i)
-                checks.append(Tile((tile.array >= 0) & (tile.array < self.number(n)), tile.axes))
+                low, high = jnp.zeros_like(tile.array), jnp.full_like(tile.array, self.number(n))
+                # Triton's load is as wide as it knows a mask to be alike, which it knows of one term rightly.
+                at_least, below = (lax.ge, lax.lt) if len(linear(i)[0]) == 1 else (POINTWISE["ge"], POINTWISE["lt"])
+                checks.append(Tile(at_least(tile.array, low) & below(tile.array, high), tile.axes))
             if isinstance(stride, Size):
                 given.append((self.eval(i), self.number(stride)))
                 continue
@@ -363,7 +369,7 @@ class Evaluator:
             if product is not None:
                 return self.matmul(product, axis, dtype)
             product = as_vector_product(body, axis, wide)
-            if product is not None and dtype in ("bf16", "f16") and self._fills(product, axis):
+            if product is not None and dtype in ("bf16", "f16") and self._is_worth_a_matrix(product, axis):
                 return self.vector_matmul(product, axis, dtype)
         axes = self.sorted_axes(free_axes(body) | {axis})
         x = self.spread(self.eval(body), axes)
@@ -416,10 +422,13 @@ class Evaluator:
             tile = Tile(self.spread(tile, union) * self.spread(t, union), union)
         return tile
 
-    def _fills(self, p: Product, axis: Axis) -> bool:
-        """Whether the matrix of a vector product is large enough for the matrix unit."""
+    def _is_worth_a_matrix(self, p: Product, axis: Axis) -> bool:
+        """Whether the matrix of a vector product is large enough for the matrix unit, and lies in memory in its type:
+        numbers that are computed keep their float32.
+        """
         columns = self.wide(a for f in p.right for a in free_axes(f)) - {axis}
-        return self.side(axis) >= ROWS and math.prod(map(self.side, columns)) >= ROWS
+        loaded = len(p.right) == 1 and isinstance(p.right[0], Load)
+        return loaded and self.side(axis) >= ROWS and math.prod(map(self.side, columns)) >= ROWS
 
     def vector_matmul(self, p: Product, axis: Axis, dtype: str) -> Tile:
         """A vector times a matrix as a matrix product of equal rows.
@@ -520,6 +529,21 @@ def _inverse(e: Expr) -> float | None:
     if isinstance(e, Const) and is_float(e.dtype) and 2**-100 < abs(e.value) < 2**100:
         return 1 / e.value
     return None
+
+
+def _is_narrow(e: Expr) -> bool:
+    """Whether LLVM would divide these numbers as pairs of 16 bits."""
+    span = bounds(e)
+    return span is not None and -(2**15) <= span[0] and span[1] < 2**16
+
+
+def _never() -> Array:
+    """0, of which LLVM has to believe that it may be 2 ** 20.
+
+    ptxas (12.8 to 13.0) loses the constant of some sums of 16-bit pairs, which LLVM makes where it divides narrow
+    numbers (`is_miscompiled` in cubin.py knows such code).
+    """
+    return lax.shift_left(lax.shift_right_logical(pl.program_id(0), jnp.int32(30)), jnp.int32(20))
 
 
 def _is_inside(i: Expr, n: int | Size) -> bool:

@@ -42,14 +42,19 @@ def triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def kernels_of(name: str, dtype: torch.dtype) -> tuple[tuple[KernelPlan, Callable[[KernelPlan], Lowered]], ...]:
     """The kernels of a case, as the CPU's scheduler makes them, and how each becomes Triton IR."""
     case = BY_NAME[name]
+    return _kernels(case.target(dtype, "cpu"), case.make_inputs(SEQ, dtype, "cpu"))
+
+
+def _kernels(fn: Callable, inputs: Sequence[Tensor]) -> tuple[tuple[KernelPlan, Callable[[KernelPlan], Lowered]], ...]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DlpackKernel, "__call__", _not_run)  # only the plans are wanted
-        explanation = fl.explain(case.target(dtype, "cpu"), *case.make_inputs(SEQ, dtype, "cpu"))
+        explanation = fl.explain(fn, *inputs)
     found = []
+    tensors: dict[str, tuple[tuple[int, ...], str]] = {}
     for graph in explanation.graphs:
         if graph.schedule is None:
             continue
-        tensors = {v.name: (v.shape, v.dtype) for v in graph.schedule.program.values}
+        tensors |= {v.name: (v.shape, v.dtype) for v in graph.schedule.program.values}
         for plan in graph.kernels:
             tensors |= {s.name: (s.shape, s.dtype) for s in plan.stores}
             operands = [tensors[n] for n in operand_names(plan)]
@@ -161,6 +166,22 @@ RIGHT = """
 def test_wrong_addresses_are_found() -> None:
     assert is_miscompiled(WRONG) and is_miscompiled(RIGHT + WRONG)
     assert not is_miscompiled(RIGHT)
+
+
+def test_sums_that_lost_their_constant_are_found() -> None:
+    """ptxas makes the second of `add.s16x2 r, {1, 0}` where the upper half is not used."""
+    assert not is_miscompiled("/*0320*/ VIADD.16x2 R18, R14, 0x10001 ;")
+    assert is_miscompiled("/*0320*/ VIADD.16x2 R18, R14.reuse, 0x0 ;")
+
+
+def test_narrow_numbers_are_not_divided_as_pairs() -> None:
+    """A relative shift divides numbers under 2 ** 16, and LLVM would do so in 16 bits."""
+    case = BY_NAME["transformer_xl"]
+    inputs = [x.requires_grad_() for x in case.make_inputs(33, torch.float32, "cpu")]
+    kernels = _kernels(case.fn, inputs)
+    assert len(kernels) > 1
+    for plan, lower in kernels:
+        assert "add.s16x2" not in compiled(plan, lower, 90).asm["ptx"], plan.name
 
 
 def test_choices_with_wrong_addresses_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
