@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fl_pallas as fl
+from fl_pallas.bridge.autograd import Differentiable
 
 from .programs import BY_NAME
 from .training import Block, attention
@@ -52,6 +53,71 @@ def sorted_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 # --- ways of asking -----------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def later_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test sees what a function does once both passes are compiled; if marked `first_call`, what AOTAutograd does."""
+    if request.node.get_closest_marker("first_call"):
+        return
+    once = Differentiable.__call__
+
+    def call(function: Differentiable, *inputs: object) -> object:
+        for _ in range(2 * (not function.tried)):
+            again = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
+            with torch.enable_grad():
+                results = [t for t in once(function, *again) if t.requires_grad]
+            torch.autograd.backward(results, [torch.zeros_like(t) for t in results])
+        return once(function, *inputs)
+
+    monkeypatch.setattr(Differentiable, "__call__", call)
+
+
+@pytest.mark.first_call
+def test_the_first_call() -> None:
+    x = qkv()
+    same(gradients(fl.compile(attention), x), gradients(attention, x))
+
+
+def is_short(out: Tensor) -> bool:
+    """Whether a result is of the shorter function, and not AOTAutograd's."""
+    return type(out.grad_fn).__name__ == "StepBackward"
+
+
+def test_later_calls_take_less() -> None:
+    f, x = fl.compile(attention), qkv()
+    assert is_short(f(*x))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not is_short(f(*x)), "what PyTorch does of the graph would be cast twice"
+
+
+@pytest.mark.parametrize("shared", ["an input", "each other"])
+def test_results_that_share_memory_are_aotautograds(shared: str) -> None:
+    """Writing to one of them is writing to the other."""
+
+    def f(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out = attention(q, k, v)
+        return (out, q.view(-1)) if shared == "an input" else (out, out.mT)
+
+    x = qkv()
+    g = fl.compile(f)
+    found, other = g(*x)
+    assert not is_short(found)
+    wanted, also = f(*x)
+    same([found, other], [wanted, also])
+    same(
+        torch.autograd.grad((found * 2).sum() + other.sum(), x), torch.autograd.grad((wanted * 2).sum() + also.sum(), x)
+    )
+
+
+def test_results_can_be_written_to() -> None:
+    def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v).transpose(1, 2).flatten(2)
+
+    x = qkv()
+    g = fl.compile(f)
+    found, wanted = g(*x).mul_(2).add_(1), f(*x).mul(2).add(1)
+    same(torch.autograd.grad(found.square().sum(), x), torch.autograd.grad(wanted.square().sum(), x))
 
 
 def test_both_passes_are_compiled() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,6 +59,37 @@ _OPENED = {
 }
 
 
+# Takes a list, which it empties, so that what it was given can be freed.
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One compiled pass of a graph.
+
+    Attributes:
+      call: inputs → results.
+      inputs: name and fake (or number) of each.
+      results: name of each, "" for what is no value of the graph.
+    """
+
+    call: Boxed
+    inputs: tuple[tuple[str, Any], ...]
+    results: tuple[str, ...]
+
+
+@dataclass
+class Passes:
+    """Both passes of a graph, once they are compiled: the backward pass may be when it is first called.
+
+    The forward pass returns results, and behind them what is saved; the backward pass takes that, and a tangent for
+    each result that needs a gradient, and returns a gradient, or None, for each input.
+    """
+
+    forward: Pass | None = None
+    backward: Pass | None = None
+
+
 def differentiable(
     gm: GraphModule,
     inputs: Sequence[Any],
@@ -67,8 +98,8 @@ def differentiable(
     inner: Inner,
     forward: Compiler,
     backward: Compiler,
-) -> Callable[..., Any]:
-    """`gm` as a function that PyTorch's autograd can differentiate once.
+) -> tuple[Callable[..., Any], Passes]:
+    """`gm` as a function that PyTorch's autograd can differentiate once, and the two passes that it calls.
 
     Args:
       gm: a graph of torch functions.
@@ -99,36 +130,45 @@ def differentiable(
         saved = [n for n in wanted if not n.name.startswith("tangents")]
         return _extract_fwd_bwd_modules(joint, saved, [], num_fwd_outputs=num_fwd_outputs)
 
+    passes = Passes()
+
+    def forward_pass(gm: GraphModule, args: Sequence[Any]) -> Boxed:
+        passes.forward = _pass(gm, lambda: forward(gm, args, ()))
+        return passes.forward.call
+
+    def backward_pass(gm: GraphModule, args: Sequence[Any]) -> Boxed:
+        gm = _without_needs(gm)
+        passes.backward = _pass(gm, lambda: backward(gm, args, tuple(facts)))
+        return passes.backward.call
+
     compiler = aot_autograd(
-        fw_compiler=_boxed(lambda gm, args: forward(gm, args, ())),
-        bw_compiler=_boxed(lambda gm, args: backward(_without_needs(gm), args, tuple(facts))),
+        fw_compiler=forward_pass,  # type: ignore[arg-type]
+        bw_compiler=backward_pass,  # type: ignore[arg-type]
         partition_fn=parted,
         decompositions=_OPENED,
     )
     # A second backward pass (retain_graph) reads what is kept again: its memory is not given away.
     with config.patch(donated_buffer=False):
         try:
-            return compiler(_opened(gm), inputs)
+            return compiler(_opened(gm), inputs), passes
         except RuntimeError as error:
             # PyTorch itself refuses only once a gradient is asked for.
             raise Unsupported("the graph", f"its gradient cannot be traced: {error}") from error
 
 
-def _boxed(compiler: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]) -> Any:
-    """A compiler as AOTAutograd wants it: its function takes one list, and empties it, so that inputs can be freed."""
+def _pass(gm: GraphModule, compiled: Callable[[], Callable[..., Any]]) -> Pass:
+    """A pass, compiled as AOTAutograd wants it; the graph may be another one then."""
+    inputs = tuple((n.name, n.meta.get("val")) for n in gm.graph.find_nodes(op="placeholder"))
+    results = _results_of(gm)
+    run = compiled()
 
-    def compiled(gm: GraphModule, inputs: Sequence[Any]) -> Any:
-        run = compiler(gm, inputs)
+    def boxed(args: list[Any]) -> Any:
+        given = tuple(args)
+        args.clear()
+        return run(*given)
 
-        def boxed(args: list[Any]) -> Any:
-            given = tuple(args)
-            args.clear()
-            return run(*given)
-
-        boxed._boxed_call = True  # type: ignore[attr-defined]
-        return boxed
-
-    return compiled
+    boxed._boxed_call = True  # type: ignore[attr-defined]
+    return Pass(boxed, inputs, results)
 
 
 def _opened(gm: GraphModule) -> GraphModule:
@@ -149,9 +189,13 @@ def _opened(gm: GraphModule) -> GraphModule:
 
 def _outputs(joint: GraphModule, forward: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the tensors that the forward and that the backward pass returns."""
-    results: Any = next(n for n in joint.graph.nodes if n.op == "output").args[0]
-    names = [n.name if isinstance(n, Node) else "" for n in results]
-    return tuple(names[:forward]), tuple(names[forward:])
+    names = _results_of(joint)
+    return names[:forward], names[forward:]
+
+
+def _results_of(gm: GraphModule) -> tuple[str, ...]:
+    results: Any = next(n for n in gm.graph.nodes if n.op == "output").args[0]
+    return tuple(n.name if isinstance(n, Node) else "" for n in results)
 
 
 def _results(joint: GraphModule, forward: int, program: Program) -> tuple[tuple[str, ...], tuple[str, ...]]:

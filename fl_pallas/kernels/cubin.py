@@ -122,10 +122,11 @@ def is_serial(cubin: Cubin) -> bool:
     return products > 0 and _dumped(cubin.binary, "--dump-sass").count("WARPGROUP.ARRIVE") > products
 
 
-# Halves of a 64-bit sum in uniform registers: the lower one leaves its carry in a predicate, the upper one takes it.
-_LOWER = re.compile(r"UIADD3 (UR\d+), (UP\d), (UR\d+), \S+, URZ")
-_UPPER = re.compile(r"UIADD3\.X UR\d+, (UR\d+), \S+, URZ, (UP\d), !UPT")
-_WRITTEN = re.compile(r"\*/\s+(?:@!?U?P\w+ )?((?:U|R2U|S2U)[\w.]+) UR(\d+)")
+# Halves of a 64-bit sum, in uniform registers or in those of a thread: the lower one leaves its carry in a predicate,
+# the upper one takes it.
+_LOWER = re.compile(r"IADD3 (U?R\d+), (U?P\d), (U?R\d+)(?:\.reuse)?, (?:-?0x[0-9a-f]+), U?RZ")
+_UPPER = re.compile(r"IADD3\.X U?R\d+, (U?R\d+)(?:\.reuse)?, (?:-?0x[0-9a-f]+), U?RZ, (U?P\d), !U?PT")
+_WRITTEN = re.compile(r"\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+) (U?R)(\d+)")
 
 
 # A sum of pairs of 16-bit numbers that has lost its constant.
@@ -148,12 +149,18 @@ def is_miscompiled(sass: str) -> bool:
             if source.get(upper[2]) == upper[1]:
                 return True
         if written := _WRITTEN.search(line):
-            wide = ".64" in written[1] or ".WIDE" in written[1]
-            changed = {f"UR{int(written[2]) + n}" for n in range(1 + wide)}
+            changed = {f"{written[2]}{int(written[3]) + n}" for n in range(_width(written[1]))}
             source = {carry: register for carry, register in source.items() if register not in changed}
         if lower := _LOWER.search(line):
             source[lower[2]] = lower[3] if lower[3] != lower[1] else ""
     return False
+
+
+def _width(op: str) -> int:
+    """How many registers an instruction writes, at most."""
+    if "GMMA" in op:
+        return 256
+    return 4 if ".128" in op or "MMA" in op or "LDSM" in op else 2 if ".64" in op or ".WIDE" in op else 1
 
 
 def resources(cubin: bytes) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +59,7 @@ def _kernels(fn: Callable, inputs: Sequence[Tensor]) -> tuple[tuple[KernelPlan, 
         for plan in graph.kernels:
             tensors |= {s.name: (s.shape, s.dtype) for s in plan.stores}
             operands = [tensors[n] for n in operand_names(plan)]
-            found.append((plan, functools.partial(_lower, operands)))
+            found.append((plan, functools.cache(functools.partial(_lower, operands))))
     return tuple(found)
 
 
@@ -91,13 +92,12 @@ def compiled(plan: KernelPlan, lower: Callable[[KernelPlan], Lowered], capabilit
     return made.cubin
 
 
-@pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in FUSED])
-def test_compiles(case: Case, capability: int) -> None:
+def test_compiles(case: Case) -> None:
     dtype = dtype_of(case)
     kernels = kernels_of(case.name, dtype)
     assert kernels or case.kernels is None
-    for plan, lower in kernels:
+    for (plan, lower), capability in itertools.product(kernels, (80, 90)):
         cubin = compiled(plan, lower, capability)
         what = f"{case.name} {plan.name} on sm_{capability}"
         assert cubin.binary.startswith(b"\x7fELF"), what
@@ -153,6 +153,12 @@ WRONG = """
         /*18970*/                   UIADD3 UR4, UP0, UR5, 0x20, URZ ;
         /*18980*/                   UIADD3.X UR5, UR5, -0x3ffffff0, URZ, UP0, !UPT ;
 """
+# The same in registers of a thread: of an unused one, even.
+WRONG_IN_THREADS = """
+        /*0560*/                   IADD3 R0, P2, R1.reuse, 0x2, RZ ;
+        /*05a0*/                   IADD3 R3, P3, R0, 0x2, RZ ;
+        /*05c0*/                   IADD3.X R2, R1, 0x40000040, RZ, P2, !PT ;
+"""
 RIGHT = """
         /*17d60*/                   UMOV UR4, URZ ;
         /*17e80*/                   UIADD3 UR10, UP0, UR8, 0x2, URZ ;
@@ -160,11 +166,14 @@ RIGHT = """
         /*15820*/                   UIADD3 UR8, UP0, UR4, 0x20, URZ ;
         /*15828*/                   UMOV UR4, URZ ;
         /*15830*/                   UIADD3.X UR9, UR4, -0x3ffffff0, URZ, UP0, !UPT ;
+        /*0560*/                    IADD3 R0, P2, R3, 0x2, RZ ;
+        /*0570*/                    LDG.E.128 R0, [R8] ;
+        /*05c0*/                    IADD3.X R2, R3, 0x40000040, RZ, P2, !PT ;
 """
 
 
 def test_wrong_addresses_are_found() -> None:
-    assert is_miscompiled(WRONG) and is_miscompiled(RIGHT + WRONG)
+    assert is_miscompiled(WRONG) and is_miscompiled(RIGHT + WRONG) and is_miscompiled(WRONG_IN_THREADS)
     assert not is_miscompiled(RIGHT)
 
 
