@@ -15,7 +15,7 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
-from .bridge.autograd import Differentiable
+from .bridge.autograd import differentiated
 from .bridge.dlpack import DlpackKernel
 from .bridge.launch import DirectKernel, Family, unavailable
 from .bridge.splice import RegionRunner, splice
@@ -226,7 +226,7 @@ class _Specialised:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             try:
                 forward, backward = self._pass("forward"), self._pass("backward")
-                return Differentiable(*differentiable(self.gm, args, vanishing, keep, inner, forward, backward))
+                return differentiated(*differentiable(self.gm, args, vanishing, keep, inner, forward, backward))
             except Unsupported as refusal:
                 self._tell(Graph(None, (_refused(refusal),), ()))
                 return self.gm

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fl_pallas as fl
-from fl_pallas.bridge.autograd import Differentiable
 
 from .programs import BY_NAME
 from .training import Block, attention
@@ -55,36 +54,12 @@ def sorted_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 # --- ways of asking -----------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def later_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test sees what a function does once both passes are compiled; if marked `first_call`, what AOTAutograd does."""
-    if request.node.get_closest_marker("first_call"):
-        return
-    once = Differentiable.__call__
-
-    def call(function: Differentiable, *inputs: object) -> object:
-        for _ in range(2 * (not function.tried)):
-            again = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
-            with torch.enable_grad():
-                results = [t for t in once(function, *again) if t.requires_grad]
-            torch.autograd.backward(results, [torch.zeros_like(t) for t in results])
-        return once(function, *inputs)
-
-    monkeypatch.setattr(Differentiable, "__call__", call)
-
-
-@pytest.mark.first_call
-def test_the_first_call() -> None:
-    x = qkv()
-    same(gradients(fl.compile(attention), x), gradients(attention, x))
-
-
 def is_short(out: Tensor) -> bool:
     """Whether a result is of the shorter function, and not AOTAutograd's."""
     return type(out.grad_fn).__name__ == "StepBackward"
 
 
-def test_later_calls_take_less() -> None:
+def test_calls_are_short() -> None:
     f, x = fl.compile(attention), qkv()
     assert is_short(f(*x))
     with torch.autocast("cpu", dtype=torch.bfloat16):

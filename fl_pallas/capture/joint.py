@@ -69,23 +69,27 @@ class Pass:
 
     Attributes:
       call: inputs → results.
-      inputs: name and fake (or number) of each.
-      results: name of each, "" for what is no value of the graph.
+      inputs, results: name and fake (or number) of each; "" for what is no value of the graph.
     """
 
     call: Boxed
     inputs: tuple[tuple[str, Any], ...]
-    results: tuple[str, ...]
+    results: tuple[tuple[str, Any], ...]
 
 
 @dataclass
 class Passes:
-    """Both passes of a graph, once they are compiled: the backward pass may be when it is first called.
+    """Both passes of a graph.
 
     The forward pass returns results, and behind them what is saved; the backward pass takes that, and a tangent for
     each result that needs a gradient, and returns a gradient, or None, for each input.
+
+    Attributes:
+      inputs, results: how many the graph has. AOTAutograd may give the passes others.
     """
 
+    inputs: int
+    results: int
     forward: Pass | None = None
     backward: Pass | None = None
 
@@ -130,7 +134,7 @@ def differentiable(
         saved = [n for n in wanted if not n.name.startswith("tangents")]
         return _extract_fwd_bwd_modules(joint, saved, [], num_fwd_outputs=num_fwd_outputs)
 
-    passes = Passes()
+    passes = Passes(len(inputs), len(_results_of(gm)))
 
     def forward_pass(gm: GraphModule, args: Sequence[Any]) -> Boxed:
         passes.forward = _pass(gm, lambda: forward(gm, args, ()))
@@ -147,8 +151,9 @@ def differentiable(
         partition_fn=parted,
         decompositions=_OPENED,
     )
-    # A second backward pass (retain_graph) reads what is kept again: its memory is not given away.
-    with config.patch(donated_buffer=False):
+    # A second backward pass (retain_graph) reads what is kept again: its memory is not given away. Both passes are
+    # compiled at once, so that the first call is like all others (a checkpoint compares what two calls save).
+    with config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True):
         try:
             return compiler(_opened(gm), inputs), passes
         except RuntimeError as error:
@@ -158,8 +163,10 @@ def differentiable(
 
 def _pass(gm: GraphModule, compiled: Callable[[], Callable[..., Any]]) -> Pass:
     """A pass, compiled as AOTAutograd wants it; the graph may be another one then."""
-    inputs = tuple((n.name, n.meta.get("val")) for n in gm.graph.find_nodes(op="placeholder"))
-    results = _results_of(gm)
+    inputs, results = (
+        tuple((n.name, n.meta.get("val")) if isinstance(n, Node) else ("", n) for n in nodes)
+        for nodes in (gm.graph.find_nodes(op="placeholder"), _results_of(gm))
+    )
     run = compiled()
 
     def boxed(args: list[Any]) -> Any:
@@ -189,13 +196,13 @@ def _opened(gm: GraphModule) -> GraphModule:
 
 def _outputs(joint: GraphModule, forward: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names of the tensors that the forward and that the backward pass returns."""
-    names = _results_of(joint)
+    names = tuple(n.name if isinstance(n, Node) else "" for n in _results_of(joint))
     return names[:forward], names[forward:]
 
 
-def _results_of(gm: GraphModule) -> tuple[str, ...]:
+def _results_of(gm: GraphModule) -> tuple[Any, ...]:
     results: Any = next(n for n in gm.graph.nodes if n.op == "output").args[0]
-    return tuple(n.name if isinstance(n, Node) else "" for n in results)
+    return tuple(results)
 
 
 def _results(joint: GraphModule, forward: int, program: Program) -> tuple[tuple[str, ...], tuple[str, ...]]:
