@@ -241,8 +241,6 @@ class Evaluator:
         return Tile(along if start is None else along + start, (axis,))
 
     def _op(self, e: Op) -> Tile:
-        if (weight := _weight(e)) is not None and self.compute == "f32":
-            return self._power(*weight)
         args = [self.eval(a) for a in e.args]
         axes = self.sorted_axes({a for t in args for a in t.axes})
         arrays = [self.spread(t, axes) for t in args]
@@ -261,17 +259,6 @@ class Evaluator:
         if e.name == "div" and self.compute == "f32" and (inverse := _inverse(e.args[1])) is not None:
             return Tile(arrays[0] * jnp.float32(inverse), axes)
         return Tile(POINTWISE[e.name](*arrays), axes)
-
-    def _power(self, x: Expr, reference: Expr, base: float) -> Tile:
-        """2 ** ((x - reference) * base), with one multiply-add for each x where the reference is one for many."""
-        tile, other = self.eval(x), self.eval(reference)
-        axes = self.sorted_axes({*tile.axes, *other.axes})
-        if axes == other.axes:
-            return Tile(jnp.exp2((self.spread(tile, axes) - other.array) * jnp.float32(base)), axes)
-        # About a reference whose multiple would overflow (a row of nothing but masks), all but it are infinitely far.
-        scale = jnp.where(jnp.abs(other.array) < 2.0**126 / base, jnp.float32(base), jnp.float32(1))
-        factor, moved = (self.spread(Tile(a, other.axes), axes) for a in (scale, other.array * scale))
-        return Tile(jnp.exp2(self.spread(tile, axes) * factor - moved), axes)
 
     def spread(self, t: Tile, axes: tuple[Axis, ...]) -> Array:
         """`t` broadcast to the dimensions `axes` (a superset of its own)."""
@@ -511,17 +498,6 @@ class Evaluator:
         else:
             total = lax.fori_loop(0, steps, step, total)
         return Tile(total != 0 if r.kind in ("any", "all") else total, axes)
-
-
-def _weight(e: Op) -> tuple[Expr, Expr, float] | None:
-    """(x, reference, base) of 2 ** ((x - reference) * base), base > 1."""
-    product = e.args[0] if e.name == "exp2" else None
-    if isinstance(product, Op) and product.name == "mul":
-        difference, base = product.args
-        if isinstance(difference, Op) and difference.name == "sub" and isinstance(base, Const) and base.value > 1:
-            x, reference = difference.args
-            return x, reference, base.value
-    return None
 
 
 def _inverse(e: Expr) -> float | None:

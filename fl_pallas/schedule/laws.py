@@ -26,8 +26,10 @@ from .expr import Axis, Const, Expr, Load, Op, Ref, const, free_axes, walk
 
 MAX_TERMS = 8
 MAX_SHIFTS = 2
-# Finite scores from here on are masks.
-HUGE = 1e30
+# Scores of this size come from masks alone.
+LARGE = 2.0**10
+# Up to here float32 has every whole number.
+EXACT = 2.0**24
 
 
 class Nonseparable(Exception):
@@ -288,14 +290,45 @@ def non_negative(e: Expr, positive: frozenset[str]) -> bool:
     return False
 
 
-def may_be_huge(e: Expr, axis: Axis, limit: float = HUGE) -> bool:
-    """Whether `e` may be finite and beyond `limit` (near the end of its type's range): a constant is, or data along
-    `axis` is added that is no sum (masks come so)."""
+def holds_large(e: Expr) -> bool:
+    """Whether a number is among the terms of `e` that scores reach by masks alone."""
     if isinstance(e, Const):
-        return limit <= abs(e.value) < math.inf
+        return is_float(e.dtype) and LARGE <= abs(e.value) < math.inf
+    return isinstance(e, Op) and is_float(e.dtype) and any(map(holds_large, e.args))
+
+
+def reads_beyond(e: Expr, reference: Expr) -> bool:
+    """Whether data along axes that `reference` lacks is among the terms of `e`, other than in sums (masks come so)."""
     if isinstance(e, Load):
-        return is_float(e.dtype) and axis in free_axes(e)
-    return isinstance(e, Op) and any(may_be_huge(a, axis, limit) for a in e.args)
+        return is_float(e.dtype) and not free_axes(e) <= free_axes(reference)
+    return isinstance(e, Op) and is_float(e.dtype) and any(reads_beyond(a, reference) for a in e.args)
+
+
+def may_be_large(e: Expr, reference: Expr) -> bool:
+    """Whether masks may have made `e`, over axes that `reference` lacks, large and finite."""
+    return holds_large(e) or reads_beyond(e, reference)
+
+
+def power_of_difference(x: Expr, reference: Expr, factor: float, kind: str) -> Expr:
+    """exp((x - reference) * factor) in the type `kind`, x over axes that the reference lacks, as a power of two.
+
+    x · c - reference · c is one instruction an element, which rounds the latter product alone: about a reference that a
+    mask made (of a row that sees nothing) the difference of equal numbers would be powers of two, or infinite.
+    """
+    base = factor * math.log2(math.e)
+
+    def scaled(by: Expr) -> Expr:
+        return op("sub", op("mul", x, by, dtype=kind), op("mul", reference, by, dtype=kind), dtype=kind)
+
+    if holds_large(x):
+        exponent = op("mul", op("sub", x, reference, dtype=kind), const(base, kind), dtype=kind)
+    elif reads_beyond(x, reference):
+        # Numbers beyond the limit are so far apart that the base does not matter.
+        near = op("lt", op("abs", reference, dtype=kind), const(EXACT / base, kind), dtype="bool")
+        exponent = scaled(select(near, const(base, kind), const(1.0, kind)))
+    else:
+        exponent = scaled(const(base, kind))
+    return op("exp2", exponent, dtype=kind)
 
 
 def positive_factor(e: Expr) -> tuple[Expr, float]:

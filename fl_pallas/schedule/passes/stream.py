@@ -17,7 +17,7 @@ from ..build import cast, op, select, substitute
 from ..dtype import is_float
 from ..expr import Axis, Expr, Op, Reduce, Ref, const, free_axes, index, reductions, ref, walk
 from ..inner import factors
-from ..laws import Nonseparable, Scope, Term, may_be_huge, non_negative, positive_factor, separate, split_sum
+from ..laws import Nonseparable, Scope, Term, non_negative, positive_factor, power_of_difference, separate, split_sum
 from ..plan import Accumulator, Anchor, Loop, Step, Store
 from .fuse import Fused
 
@@ -157,16 +157,9 @@ def _term(t: Term, r: Reduce, n: int, scope: Scope, state: _Streams) -> Expr:
         core, factor = positive_factor(t.exponent)
         peak = _accumulate("max", core, scope.dtype, None, None, n, state)
         assert isinstance(peak, Ref)
-        scaling = factor * math.log2(math.e)
-        base = scope.const(scaling)
-        anchor = peak, base
+        anchor = peak, scope.const(factor * math.log2(math.e))
         guard = _guard(peak, scope.dtype)
-        if scaling > 1.0 and may_be_huge(core, scope.axis):
-            # The lowest number of its type, as masks have it, would overflow; its distance to the maximum does not.
-            exponent = scope.op("mul", scope.op("sub", core, guard), base)
-        else:
-            exponent = scope.op("sub", scope.op("mul", core, base), scope.op("mul", guard, base))
-        weight = scope.op("exp2", exponent)
+        weight = power_of_difference(cast(core, scope.dtype), guard, factor, scope.dtype)
         reference = scope.op("mul", guard, scope.const(factor))
         offset = reference if t.offset is None else scope.op("add", reference, t.offset)
         scale = scope.op("mul", scale, scope.op("exp", offset))

@@ -8,14 +8,11 @@ from dataclasses import replace
 
 from ..build import op, rewrite
 from ..dtype import is_float
-from ..expr import Axis, Const, Expr, Load, Op, Reduce, const, free_axes
-from ..laws import may_be_huge, positive_factor
+from ..expr import Const, Expr, Load, Op, Reduce, const, free_axes
+from ..laws import holds_large, may_be_large, positive_factor, power_of_difference
 from ..plan import Accumulator, Loop, Step
 from ..program import Value
 from .fuse import Fused
-
-# Scores of this size come from masks alone.
-LARGE = 2.0**10
 
 
 def without_divisions(fused: Fused, facts: Sequence[Value] = ()) -> Fused:
@@ -50,7 +47,7 @@ def _into_exponent(e: Expr, positive: frozenset[str]) -> Expr:
                 continue
             if isinstance(exponent, Op) and exponent.name == "sub" and free_axes(exponent.args[1]) == free_axes(by):
                 x = exponent.args[0]
-                if any(may_be_huge(x, axis, LARGE) for axis in free_axes(x) - free_axes(by)):
+                if may_be_large(x, by):
                     continue
                 row = op("add", exponent.args[1], op("log", by, dtype=e.dtype), dtype=e.dtype)
                 return op("exp", op("sub", x, row, dtype=e.dtype), dtype=e.dtype)
@@ -64,10 +61,7 @@ def _multiplied(e: Expr) -> Expr:
     if e.name == "div" and free_axes(e.args[1]) < free_axes(e.args[0]):
         return op("mul", e.args[0], op("div", one, e.args[1], dtype=e.dtype), dtype=e.dtype)
     if e.name == "mul" and isinstance(e.args[1], Const):
-        x = e.args[0]
-        if isinstance(x, Op) and x.name == "mul" and isinstance(x.args[1], Const):
-            both = op("mul", x.args[1], e.args[1], dtype=e.dtype)
-            return op("mul", x.args[0], both, dtype=e.dtype)
+        return _scaled(e.args[0], e.args[1], e.dtype)
     if e.name == "sub" and all(isinstance(a, Op) and a.name == "mul" for a in e.args):
         left, right = (a.args for a in e.args)  # type: ignore[union-attr]
         for n, m in ((0, 0), (0, 1), (1, 0), (1, 1)):
@@ -76,33 +70,46 @@ def _multiplied(e: Expr) -> Expr:
     return e
 
 
+def _scaled(x: Expr, factor: Const, dtype: str) -> Expr:
+    """x · factor: constant factors become one, and go to the terms of a sum, or of a choice, that holds what a mask put
+    there. Every pass then has the same number of it, where products round now alone, now with a sum.
+    """
+    if isinstance(x, Op) and x.dtype == dtype:
+        if x.name == "mul" and isinstance(x.args[1], Const):
+            return op("mul", x.args[0], op("mul", x.args[1], factor, dtype=dtype), dtype=dtype)
+        if x.name == "select" and holds_large(x):
+            return op("select", x.args[0], *(_scaled(a, factor, dtype) for a in x.args[1:]), dtype=dtype)
+        if x.name in ("add", "sub") and holds_large(x):
+            return op(x.name, *(_scaled(a, factor, dtype) for a in x.args), dtype=dtype)
+    return op("mul", x, factor, dtype=dtype)
+
+
 def with_exp2(loop: Loop) -> Loop:
     """Before: `exp(x[i, j] * c - m[i])`. After: `exp2(x[i, j] * c' - m[i] * log2(e))`: one multiplication and one
     instruction an element.
     """
-    return replace(loop, steps=tuple(_powers_of_two(s, loop.axis) for s in loop.steps))
+    return replace(loop, steps=tuple(map(_powers_of_two, loop.steps)))
 
 
-def _powers_of_two(step: Step, axis: Axis) -> Step:
+def _powers_of_two(step: Step) -> Step:
     if not isinstance(step, Accumulator):
         return step
-    return replace(step, update=rewrite(step.update, lambda e: _power_of_two(e, axis) if _is_exp(e) else e))
+    return replace(step, update=rewrite(step.update, lambda e: _power_of_two(e) if _is_exp(e) else e))
 
 
 def _is_exp(e: Expr) -> bool:
     return isinstance(e, Op) and e.name == "exp" and is_float(e.dtype) and bool(free_axes(e))
 
 
-def _power_of_two(e: Expr, axis: Axis) -> Expr:
+def _power_of_two(e: Expr) -> Expr:
     (exponent,) = e.args  # type: ignore[union-attr]
     base = math.log2(math.e)
     if not isinstance(exponent, Op) or exponent.name not in ("add", "sub"):
         core, factor = positive_factor(exponent)
         return op("exp2", op("mul", core, const(factor * base, e.dtype), dtype=e.dtype), dtype=e.dtype)
+    x, reference = exponent.args
+    if exponent.name == "sub" and free_axes(reference) < free_axes(x) and may_be_large(x, reference):
+        return power_of_difference(x, reference, 1.0, e.dtype)
     cores = [positive_factor(a) for a in exponent.args]
-    whole = [(core, factor) for core, factor in cores if free_axes(core) == free_axes(e)]
-    if any(factor * base > 1 and may_be_huge(core, axis) for core, factor in whole):
-        # The lowest number of its type, as masks have it, would overflow; a difference of two does not.
-        return op("exp2", op("mul", exponent, const(base, e.dtype), dtype=e.dtype), dtype=e.dtype)
     scaled = (op("mul", core, const(factor * base, e.dtype), dtype=e.dtype) for core, factor in cores)
     return op("exp2", op(exponent.name, *scaled, dtype=e.dtype), dtype=e.dtype)
