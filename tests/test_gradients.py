@@ -101,6 +101,34 @@ def test_gradients(case: Case, dtype: torch.dtype, seq: int, device: torch.devic
         assert not backward.fallbacks, "\n".join(map(str, backward.fallbacks))
 
 
+SCALE = 24**-0.5
+"""No power of two: a product with it rounds."""
+MASKINGS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "filled, then scaled": lambda s, m, low: s.masked_fill(m, low) * SCALE,
+    "scaled, then filled": lambda s, m, low: (s * SCALE).masked_fill(m, low),
+    "added, then scaled": lambda s, m, low: (s + m.to(s.dtype) * low) * SCALE,
+    "scaled, then data added": lambda s, m, low: s * SCALE + m,
+    "data added, then scaled": lambda s, m, low: (s + m) * SCALE,
+}
+
+
+@pytest.mark.parametrize("low", [-1e9, -1e30])
+@pytest.mark.parametrize("form", MASKINGS)
+def test_rows_that_see_nothing_but_finite_masks(form: str, low: float, device: torch.device) -> None:
+    """All keys count the same then, in both passes: scores that a mask made are equal to the last bit."""
+    draw = Draw(40, torch.float32, device, torch.Generator().manual_seed(0))
+    q, k, v = (draw.normal(1, 2, 40, 24) for _ in range(3))
+    mask = torch.rand(40, 40, generator=torch.Generator().manual_seed(1)).lt(0.5).to(device)
+    mask[:5] = True
+    given = torch.where(mask, low, 0.0) if "data" in form else mask
+
+    def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return MASKINGS[form](q @ k.mT, given, low).softmax(-1) @ v
+
+    check(f, (q, k, v), fl.compile(f)(q, k, v))
+    check_gradients(f, fl.compile(f), (q, k, v))
+
+
 @pytest.mark.parametrize("name", ["softmax_by_hand", "softmax_late_division", "sink"])
 def test_statistics_are_kept_exactly(name: str, device: torch.device) -> None:
     """A maximum and a sum that PyTorch has in bfloat16: scores are computed again about what they were taken about."""

@@ -71,17 +71,23 @@ def _multiplied(e: Expr) -> Expr:
 
 
 def _scaled(x: Expr, factor: Const, dtype: str) -> Expr:
-    """x · factor: constant factors become one, and go to the terms of a sum, or of a choice, that holds what a mask put
-    there. Every pass then has the same number of it, where products round now alone, now with a sum.
+    """x · factor: constant factors become one, and go to the terms of a sum, or of a choice, that may hold what a mask
+    put there. Every pass then has the same number of it, where products round now alone, now with a sum.
     """
     if isinstance(x, Op) and x.dtype == dtype:
         if x.name == "mul" and isinstance(x.args[1], Const):
             return op("mul", x.args[0], op("mul", x.args[1], factor, dtype=dtype), dtype=dtype)
-        if x.name == "select" and holds_large(x):
-            return op("select", x.args[0], *(_scaled(a, factor, dtype) for a in x.args[1:]), dtype=dtype)
-        if x.name in ("add", "sub") and holds_large(x):
-            return op(x.name, *(_scaled(a, factor, dtype) for a in x.args), dtype=dtype)
+        if x.name in ("select", "add", "sub") and (holds_large(x) or _adds_data(x)):
+            first = 1 if x.name == "select" else 0
+            return op(x.name, *x.args[:first], *(_scaled(a, factor, dtype) for a in x.args[first:]), dtype=dtype)
     return op("mul", x, factor, dtype=dtype)
+
+
+def _adds_data(e: Expr) -> bool:
+    """Whether a load is one of the terms, as additive masks are."""
+    if isinstance(e, Op) and e.name in ("select", "add", "sub"):
+        return any(map(_adds_data, e.args))
+    return isinstance(e, Load) and is_float(e.dtype)
 
 
 def with_exp2(loop: Loop) -> Loop:
