@@ -77,17 +77,19 @@ def _scaled(x: Expr, factor: Const, dtype: str) -> Expr:
     if isinstance(x, Op) and x.dtype == dtype:
         if x.name == "mul" and isinstance(x.args[1], Const):
             return op("mul", x.args[0], op("mul", x.args[1], factor, dtype=dtype), dtype=dtype)
-        if x.name in ("select", "add", "sub") and (holds_large(x) or _adds_data(x)):
+        if x.name in ("select", "add", "sub") and (holds_large(x) or _is_term(Load, x) and _is_term(Reduce, x)):
             first = 1 if x.name == "select" else 0
             return op(x.name, *x.args[:first], *(_scaled(a, factor, dtype) for a in x.args[first:]), dtype=dtype)
     return op("mul", x, factor, dtype=dtype)
 
 
-def _adds_data(e: Expr) -> bool:
-    """Whether a load is one of the terms, as additive masks are."""
+def _is_term(kind: type[Expr], e: Expr) -> bool:
+    """Whether one of the terms is such an expression, times constants perhaps: products are, and additive masks."""
     if isinstance(e, Op) and e.name in ("select", "add", "sub"):
-        return any(map(_adds_data, e.args))
-    return isinstance(e, Load) and is_float(e.dtype)
+        return any(_is_term(kind, a) for a in e.args)
+    if isinstance(e, Op) and e.name == "mul" and isinstance(e.args[1], Const):
+        return _is_term(kind, e.args[0])
+    return isinstance(e, kind) and is_float(e.dtype)
 
 
 def with_exp2(loop: Loop) -> Loop:
