@@ -76,10 +76,8 @@ def _function(forward_pass: Boxed, backward_pass: Boxed, strides: tuple[tuple[in
             given = [*ctx.saved_tensors, *map(_laid, tangents, strides)]
             if torch.is_grad_enabled():
                 return _Once.apply(backward_pass, *given)
-            if torch._C._is_any_autocast_enabled():
-                with torch._C._DisableAutocast():
-                    return tuple(backward_pass(given))
-            return tuple(backward_pass(given))
+            with torch._C._DisableAutocast():
+                return tuple(backward_pass(given))
 
     return Step.apply
 

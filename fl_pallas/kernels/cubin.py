@@ -127,10 +127,8 @@ def is_serial(cubin: Cubin) -> bool:
 _LOWER = re.compile(r"IADD3 (U?R\d+), (U?P\d), (U?R\d+)(?:\.reuse)?, (?:-?0x[0-9a-f]+), U?RZ")
 _UPPER = re.compile(r"IADD3\.X U?R\d+, (U?R\d+)(?:\.reuse)?, (?:-?0x[0-9a-f]+), U?RZ, (U?P\d), !U?PT")
 _WRITTEN = re.compile(r"\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+) (U?R)(\d+)")
-
-
 # A sum of pairs of 16-bit numbers that has lost its constant.
-_NOTHING_ADDED = re.compile(r"VIADD\.16x2 \S+ \S+ (0x)?0 ;|VIADD\.16x2 \S+ \S+ RZ ;")
+_NOTHING_ADDED = re.compile(r"VIADD\.16x2 \S+ \S+ (?:(?:0x)?0|RZ) ;")
 
 
 def is_miscompiled(sass: str) -> bool:
