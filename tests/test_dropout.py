@@ -17,8 +17,9 @@ from fl_pallas.kernels.fit import SPILL, fitting
 from fl_pallas.kernels.pointwise import POINTWISE
 from fl_pallas.schedule.philox import MASK, WEYL, philox
 from tests.evaluate import _uniform
-from tests.kernels.test_cubins import _lower, _not_run
+from tests.kernels.test_cubins import _lower
 from tests.plan_evaluate import captured
+from tests.unrun import unrun
 
 F = torch.nn.functional
 P = 0.3
@@ -239,7 +240,8 @@ def test_bernoulli() -> None:
 @pytest.mark.parametrize("grad", [False, True])
 def test_kernels(f: Callable[..., Tensor], grad: bool) -> None:
     """Nothing is drawn but seeds, and no random tensor is stored."""
-    explanation = fl.explain(f, *qkv(grad=grad))
+    with unrun():
+        explanation = fl.explain(f, *qkv(grad=grad))
     assert not explanation.fallbacks
     forward, *backward = explanation.graphs
     assert len(forward.kernels) == 1 and dict(forward.left) == {"aten.randint.low": 1}
@@ -325,16 +327,15 @@ def test_plan() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_machine_code(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_code(causal: bool) -> None:
     """Forward and backward kernels keep their registers to themselves."""
-    from fl_pallas.bridge.dlpack import DlpackKernel
     from fl_pallas.kernels.triton import operand_names
 
     def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=P)
 
-    monkeypatch.setattr(DlpackKernel, "__call__", _not_run)
-    explanation = fl.explain(f, *qkv(2, 2, 512, 64, grad=True, dtype=torch.bfloat16))
+    with unrun():
+        explanation = fl.explain(f, *qkv(2, 2, 512, 64, grad=True, dtype=torch.bfloat16))
     for graph in explanation.graphs:
         assert graph.schedule is not None
         program = graph.schedule.program
