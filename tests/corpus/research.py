@@ -367,7 +367,7 @@ def token_ids() -> nn.Module:
 
         def forward(self, ids: Tensor) -> Tensor:
             """ids [b,s] below 11."""
-            x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+            x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device) % 1024)
             q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             return self.out(x + y.transpose(1, 2).flatten(-2))
