@@ -23,7 +23,7 @@ from .passes.skip_tiles import skip_tiles
 from .passes.split_loop import split_loop
 from .passes.split_reductions import split_reductions
 from .passes.stream import parallel_axes, stream
-from .passes.strength import with_exp2, without_divisions
+from .passes.strength import by_element, without_divisions
 from .passes.tabulate import tabulate
 from .plan import KernelPlan, Loop, Store
 from .program import Program
@@ -118,7 +118,7 @@ def _planned(
       shapes: of what is loaded, by name.
     """
     loops, stores, notes = stream(part, compute)
-    loops = tuple(map(with_exp2, loading(loops, held)))
+    loops = tuple(map(by_element, loading(loops, held)))
     parallel, loops, stores = group_rows(*group_features(parallel_axes(part), loops, stores))
 
     def built(loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> KernelPlan:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..build import op, rewrite
-from ..dtype import is_float
-from ..expr import Const, Expr, Load, Op, Reduce, const, free_axes
-from ..laws import holds_large, may_be_large, positive_factor, power_of_difference
+from ..build import cast, op, rewrite
+from ..dtype import is_float, is_int
+from ..expr import Axis, Const, Expr, Load, Op, Reduce, const, free_axes
+from ..integer import bounds, from_linear, linear
+from ..laws import EXACT, holds_large, may_be_large, positive_factor, power_of_difference
 from ..plan import Accumulator, Loop, Step
 from ..program import Value
 from .fuse import Fused
@@ -62,12 +63,42 @@ def _multiplied(e: Expr) -> Expr:
         return op("mul", e.args[0], op("div", one, e.args[1], dtype=e.dtype), dtype=e.dtype)
     if e.name == "mul" and isinstance(e.args[1], Const):
         return _scaled(e.args[0], e.args[1], e.dtype)
+    if e.name in ("add", "sub") and (outer := _with_factor_outside(e)) is not None:
+        return outer
     if e.name == "sub" and all(isinstance(a, Op) and a.name == "mul" for a in e.args):
         left, right = (a.args for a in e.args)  # type: ignore[union-attr]
         for n, m in ((0, 0), (0, 1), (1, 0), (1, 1)):
             if left[n] is right[m] and free_axes(left[n]) == free_axes(e):
                 return op("mul", left[n], op("sub", left[1 - n], right[1 - m], dtype=e.dtype), dtype=e.dtype)
     return e
+
+
+def _with_factor_outside(e: Op) -> Expr | None:
+    """`x[i, j] * c + slope[h] * d[i, j]` as `(x - (slope / -c) * d) * c`: the exponent takes on the factor.
+
+    As a difference, for Triton begins a matrix product from what is added to it: each of its sums would be rounded.
+    """
+    for n, term in enumerate(e.args):
+        if not isinstance(term, Op) or term.name != "mul" or not isinstance(term.args[1], Const):
+            continue
+        other, factor = e.args[1 - n], float(term.args[1].value)
+        if not isinstance(other, Op) or other.name != "mul" or not 2.0**-20 < factor < 2.0**20:
+            continue
+        for slope, d in (other.args, other.args[::-1]):
+            if free_axes(slope) < free_axes(e) and not holds_large(other) and not _may_be_mask(d):
+                by = -1 / factor if e.name == "add" else 1 / factor
+                sides = (term.args[0], op("mul", op("mul", slope, const(by, e.dtype), dtype=e.dtype), d, dtype=e.dtype))
+                reverse = e.name == "sub" and n == 1
+                outer = op("sub", *(sides[::-1] if reverse else sides), dtype=e.dtype)
+                return op("mul", outer, term.args[1], dtype=e.dtype)
+    return None
+
+
+def _may_be_mask(e: Expr) -> bool:
+    """Whether tensors or choices are among its terms, other than in sums: what a mask is multiplied by is immense."""
+    if isinstance(e, Op):
+        return e.name == "select" or any(map(_may_be_mask, e.args))
+    return isinstance(e, Load)
 
 
 def _scaled(x: Expr, factor: Const, dtype: str) -> Expr:
@@ -92,17 +123,43 @@ def _is_term(kind: type[Expr], e: Expr) -> bool:
     return isinstance(e, kind) and is_float(e.dtype)
 
 
-def with_exp2(loop: Loop) -> Loop:
+def by_element(loop: Loop) -> Loop:
     """Before: `exp(x[i, j] * c - m[i])`. After: `exp2(x[i, j] * c' - m[i] * log2(e))`: one multiplication and one
-    instruction an element.
+    instruction an element. Before: `float(j - i)`. After: `float(j) - float(i)`: a conversion a row and a column.
     """
-    return replace(loop, steps=tuple(map(_powers_of_two, loop.steps)))
+    return replace(loop, steps=tuple(map(_cheaper, loop.steps)))
 
 
-def _powers_of_two(step: Step) -> Step:
+def _cheaper(step: Step) -> Step:
     if not isinstance(step, Accumulator):
         return step
-    return replace(step, update=rewrite(step.update, lambda e: _power_of_two(e) if _is_exp(e) else e))
+    return replace(step, update=rewrite(step.update, lambda e: _float_of_parts(_power_of_two(e) if _is_exp(e) else e)))
+
+
+def _float_of_parts(e: Expr) -> Expr:
+    """The float of a sum of integers as a sum of floats, where each depends on fewer axes and all sums are exact."""
+    if not isinstance(e, Op) or e.name != "cast" or not is_float(e.dtype) or not is_int(e.args[0].dtype):
+        return e
+    whole = e.args[0]
+    if isinstance(whole, Op) and whole.name == "abs":
+        inner = cast(whole.args[0], e.dtype)
+        parts = _float_of_parts(inner)
+        return e if parts is inner else op("abs", parts, dtype=e.dtype)
+    terms, c = linear(whole)
+    spans = [bounds(t) for t in terms]
+    largest = abs(c) + sum(abs(k) * max(map(abs, s)) if s else EXACT for k, s in zip(terms.values(), spans))
+    groups: dict[frozenset[Axis], dict[Expr, int]] = {}
+    for t, k in terms.items():
+        groups.setdefault(free_axes(t), {})[t] = k
+    if len(groups) < 2 or largest >= EXACT or free_axes(whole) in groups:
+        return e
+    out = cast(const(c, whole.dtype), e.dtype)
+    # Those with a positive sign come first, for the others to be taken from them.
+    for group in sorted(groups.values(), key=lambda g: -max(g.values())):
+        sign = 1 if max(group.values()) > 0 else -1
+        part = cast(from_linear(({t: sign * k for t, k in group.items()}, 0), whole.dtype), e.dtype)
+        out = op("add" if sign > 0 else "sub", out, part, dtype=e.dtype)
+    return out
 
 
 def _is_exp(e: Expr) -> bool:

@@ -1,0 +1,89 @@
+"""What an element of a tile costs, taken out of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fl_pallas as fl
+from fl_pallas.schedule.build import cast, op
+from fl_pallas.schedule.expr import Axis, Expr, Op, const, free_axes, index, walk
+from fl_pallas.schedule.passes.strength import by_element
+from fl_pallas.schedule.plan import Accumulator, Loop
+from fl_pallas.schedule.program import Value
+from fl_pallas.schedule.text import plan_text
+from tests.evaluate import evaluate_value
+from tests.oracle import run_and_check
+from tests.plan_evaluate import captured
+
+ROW, COLUMN = Axis("i", 7), Axis("j", 5)
+
+
+def cheaper(e: Expr) -> Expr:
+    """`e` as an update of a loop, after the pass."""
+    (step,) = by_element(Loop(COLUMN, (Accumulator("a0", "sum", (ROW,), e, "f32", None),))).steps
+    assert isinstance(step, Accumulator)
+    return step.update
+
+
+def conversions(e: Expr) -> list[frozenset[Axis]]:
+    """The axes of what is converted."""
+    return [free_axes(n) for n in walk(e) if isinstance(n, Op) and n.name == "cast"]
+
+
+@given(*(st.integers(-9, 9) for _ in range(3)), st.booleans())
+def test_floats_of_rows_and_columns(a: int, b: int, c: int, positive: bool) -> None:
+    terms = (op("mul", index(x), const(k, "i64"), dtype="i64") for x, k in ((ROW, a), (COLUMN, b)))
+    whole = op("add", op("add", *terms, dtype="i64"), const(c, "i64"), dtype="i64")
+    written = cast(op("abs", whole, dtype="i64") if positive else whole, "f32")
+    made = cheaper(written)
+    assert all(len(axes) < 2 for axes in conversions(made))
+    before, after = (evaluate_value(Value("x", (ROW, COLUMN), "f32", e), {}) for e in (written, made))
+    np.testing.assert_array_equal(after, before)
+
+
+@pytest.mark.parametrize("extent", [2**23 - 4, 2**23])
+def test_floats_only_where_they_are_exact(extent: int) -> None:
+    long = Axis("k", extent)
+    written = cast(op("sub", index(COLUMN), op("mul", index(long), const(2, "i64"), dtype="i64"), dtype="i64"), "f32")
+    assert (cheaper(written) is written) == (extent == 2**23)
+
+
+def alibi(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+    i = torch.arange(q.shape[1], device=q.device)
+    return (q @ k.mT * 0.3 + slopes[:, None, None] * (i - i[:, None])).softmax(-1) @ v
+
+
+def distance_on_the_left(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+    i = torch.arange(q.shape[1], device=q.device)
+    return ((i - i[:, None]).abs() * slopes[:, None, None] - q @ k.mT * 0.3).softmax(-1) @ v
+
+
+def two_products(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+    return (q @ k.mT * 0.3 + slopes[:, None, None] * (k @ q.mT)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("fn", [alibi, distance_on_the_left, two_products])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_factors_go_to_the_exponent(fn: Callable[..., Tensor], sign: int, device: torch.device) -> None:
+    inputs = [torch.randn(2, 45, 16, device=device) for _ in range(3)] + [sign * torch.rand(2, device=device)]
+    text = "\n".join(plan_text(p) for plans in captured(fn, inputs).made.kernels for p in plans)
+    assert re.search(r"arg\d_1\[x0\] \* -?3\.33", text), text
+    run_and_check(fn, fl.compile(fn), inputs)
+
+
+def test_masks_keep_their_factors(device: torch.device) -> None:
+    def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return (q @ k.mT * 0.3 + (1 - mask) * -1e9).softmax(-1) @ v
+
+    inputs = [torch.randn(2, 45, 16, device=device) for _ in range(3)] + [torch.zeros(45, 45, device=device)]
+    inputs[3][:, ::2] = 1
+    inputs[3][7] = 0
+    run_and_check(masked, fl.compile(masked), inputs)
