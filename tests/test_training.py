@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import PIPE, STDOUT
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fl_pallas as fl
+from fl_pallas.bridge import autograd
 
+from .oracle import leaves
 from .programs import BY_NAME
 from .training import Block, attention
 from .unrun import unrun
@@ -94,6 +97,37 @@ def test_results_can_be_written_to() -> None:
     g = fl.compile(f)
     found, wanted = g(*x).mul_(2).add_(1), f(*x).mul(2).add(1)
     same(torch.autograd.grad(found.square().sum(), x), torch.autograd.grad(wanted.square().sum(), x))
+
+
+def _gated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out = attention(q, k, v)
+    return out, out * torch.sigmoid(q)
+
+
+@pytest.mark.parametrize("f", [attention, _gated, lambda *x: attention(*x).flatten(0, 1)])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("short", [False, True])  # without, AOTAutograd's own function is called
+@pytest.mark.parametrize("batch", [1, 3])
+def test_writing_to_a_result_that_is_kept(
+    f: Callable[..., Any], autocast: bool, short: bool, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradients are right, or there are none: as with PyTorch's own attention."""
+    if not short:
+        monkeypatch.setattr(autograd, "_shortened", lambda passes: None)
+    x = [torch.randn(batch, 2, 33, 16).requires_grad_() for _ in range(3)]
+    tangents = torch.randn(2)
+    with torch.autocast("cpu", enabled=autocast):
+        found, wanted = leaves(fl.compile(f)(*x)), leaves(f(*x))
+    next(iter(found.values())).detach().zero_()
+    try:
+        got = torch.autograd.grad([t.sum() * c for t, c in zip(found.values(), tangents)], x)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+    else:
+        close = 1e-1 if autocast else 1e-4
+        want = torch.autograd.grad([t.sum() * c for t, c in zip(wanted.values(), tangents)], x)
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a, b, rtol=close, atol=close)
 
 
 def test_both_passes_are_compiled() -> None:

@@ -6,7 +6,8 @@ states and more; where there is none of it, half of a short step's time on the h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,15 +20,7 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 def differentiated(whole: Callable[..., Any], passes: Passes) -> Callable[..., Any]:
     """AOTAutograd's function of a graph, or one that asks less at each call where that will do."""
-    short = _shortened(passes)
-    if short is None:
-        return whole
-
-    def call(*inputs: Any) -> Any:
-        # The graph has its casts in it: PyTorch is not to cast again what is left of it, and AOTAutograd sees to that.
-        return whole(*inputs) if torch._C._is_any_autocast_enabled() else short(*inputs)
-
-    return call
+    return _shortened(passes) or whole
 
 
 def _shortened(passes: Passes) -> Function | None:
@@ -62,14 +55,27 @@ def _function(forward_pass: Boxed, backward_pass: Boxed, strides: tuple[tuple[in
       strides: of the tangents, as the backward pass wants them; one for each result.
     """
     count = len(strides)
+    # Places of what is saved, and of the results that are the same memory; known from the first call on.
+    shared: list[tuple[int, int]] | None = None
 
     class Step(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-            made = forward_pass(list(inputs))
-            ctx.save_for_backward(*made[count:])
+            nonlocal shared
+            # The graph has its casts in it: PyTorch is not to cast again what is left of it.
+            with torch._C._DisableAutocast() if torch._C._is_any_autocast_enabled() else nullcontext():
+                made = forward_pass(list(inputs))
             # A view could not be written to in place outside of here.
-            return tuple(torch.ops.aten._unsafe_view(t, t.shape) if t._is_view() else t for t in made[:count])
+            results = tuple(torch.ops.aten._unsafe_view(t, t.shape) if t._is_view() else t for t in made[:count])
+            saved = list(made[count:])
+            if shared is None:
+                shared = _shared(results, saved)
+            for place, result in shared:
+                # A view of what is returned, so that PyTorch sees where that was written to.
+                t = saved[place]
+                saved[place] = results[result].detach().as_strided(t.shape, t.stride(), t.storage_offset())
+            ctx.save_for_backward(*saved)
+            return results
 
         @staticmethod
         def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
@@ -80,6 +86,13 @@ def _function(forward_pass: Boxed, backward_pass: Boxed, strides: tuple[tuple[in
                 return tuple(backward_pass(given))
 
     return Step.apply
+
+
+def _shared(results: Sequence[Tensor], saved: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """(place of a saved tensor, place of a result) where both are the same memory."""
+    places = {t.untyped_storage()._cdata: n for n, t in enumerate(results)}
+    memory = (t.untyped_storage()._cdata for t in saved)
+    return [(n, places[m]) for n, m in enumerate(memory) if m in places and saved[n] is not results[places[m]]]
 
 
 class _Once(torch.autograd.Function):

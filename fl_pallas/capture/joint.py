@@ -115,8 +115,11 @@ def differentiable(
         `meta["val"]`), its fake inputs and what is known of them.
     """
     facts: list[Value] = []
+    returned = 0
 
     def parted(joint: GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[GraphModule, GraphModule]:
+        nonlocal returned
+        returned = num_fwd_outputs
         with unset_fake_temporarily():
             results, _ = _outputs(joint, num_fwd_outputs)
             give_back(joint, lambda p: inner(replace(p, outputs=tuple(n for n in results if n in p.by_name))))
@@ -138,7 +141,7 @@ def differentiable(
 
     def forward_pass(gm: GraphModule, args: Sequence[Any]) -> Boxed:
         passes.forward = _pass(gm, lambda: forward(gm, args, ()))
-        return passes.forward.call
+        return _with_own_results(passes.forward.call, returned)
 
     def backward_pass(gm: GraphModule, args: Sequence[Any]) -> Boxed:
         gm = _without_needs(gm)
@@ -176,6 +179,26 @@ def _pass(gm: GraphModule, compiled: Callable[[], Callable[..., Any]]) -> Pass:
 
     boxed._boxed_call = True  # type: ignore[attr-defined]
     return Pass(boxed, inputs, results)
+
+
+def _with_own_results(call: Boxed, returned: int) -> Boxed:
+    """A forward pass none of whose results is memory that is saved: AOTAutograd would not notice that a write to it, in
+    place, changes what the backward pass reads.
+
+    Args:
+      returned: how many of what `call` returns are results; what is saved comes behind them.
+    """
+
+    def memory(t: Any) -> int | None:
+        return t.untyped_storage()._cdata if isinstance(t, torch.Tensor) else None
+
+    def boxed(args: list[Any]) -> Any:
+        made = call(args)
+        saved = {memory(t) for t in made[returned:]} - {None}
+        return (*(t.clone() if memory(t) in saved else t for t in made[:returned]), *made[returned:])
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]
+    return boxed
 
 
 def _opened(gm: GraphModule) -> GraphModule:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...errors import Unsupported
-from ..build import substitute
+from ..build import op, substitute
 from ..dtype import compute_dtype, is_float, itemsize
-from ..expr import Expr, Op, loads, reductions, walk
+from ..expr import Axis, Expr, Load, Op, const, index, loads, reductions, walk
+from ..integer import linear
 from ..program import Program, Value
 from .exchange import exchange
 from .fuse import fuse
@@ -63,10 +64,12 @@ def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) ->
         if _compares(whole, v, saved):
             why = "the gradient goes to what equals the maximum, and scores that are computed again may not (detach it)"
             raise Unsupported("a maximum that needs a gradient", why, v.where)
-    # A result may be known in the dimensions in which the user sees it, and in those of the product that made it.
+    # A result may be known in the dimensions in which the user sees it, and in those of the product that made it. Where
+    # both are the same memory the result is kept: PyTorch then knows that it must not be written to.
     sums = {v.name: v.numel for v in whole.values if v.name in cheap - later and _is_sum(v)}
     seen_as = (v for v in whole.values if sums.get(root_of(whole, v.name)) == v.numel and v.name not in later)
-    facts = tuple(_inlined(whole, v, saved) for v in seen_as)
+    ordered = sorted(seen_as, key=lambda v: not (v.name in forward and _lies_as_made(whole, v)))
+    facts = tuple(_inlined(whole, v, saved) for v in ordered)
     known = _used(whole, backward, saved, facts) | {f.name for f in facts if f.name in saved}
     exact = frozenset(name for name in saved & statistics if itemsize(whole.by_name[name].dtype) == 2)
     return Kept(frozenset(saved | known), exact, tuple(f for f in facts if f.name in known))
@@ -129,6 +132,24 @@ def _is_extremum(v: Value) -> bool:
 
 def _is_sum(v: Value) -> bool:
     return v.expr is not None and any(r.kind == "sum" for r in reductions(v.expr))
+
+
+def _lies_as_made(program: Program, v: Value) -> bool:
+    """Whether a value, perhaps a view of another, has its elements in the order in which they were computed."""
+    e = v.expr
+    while v.is_view and isinstance(e, Load) and program.by_name[e.source].is_view:
+        e = inline_load(e, program.by_name[e.source])
+    if not v.is_view or not isinstance(e, Load):
+        return True
+    return linear(_place(e.index, program.by_name[e.source].axes)) == linear(_place(tuple(map(index, v.axes)), v.axes))
+
+
+def _place(indices: tuple[Expr, ...], axes: tuple[Axis, ...]) -> Expr:
+    """The number of an element, the last axis running fastest."""
+    place: Expr = const(0, "i64")
+    for i, a in zip(indices, axes, strict=True):
+        place = op("add", op("mul", place, const(a.extent, "i64"), dtype="i64"), i, dtype="i64")
+    return place
 
 
 def _inlined(program: Program, v: Value, leaves: set[str]) -> Value:
