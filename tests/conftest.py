@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 
 # oneDNN's AMX product of bfloat16 matrices carries the NaN of one row into others (torch 2.13): such a reference
 # is worth nothing. It reads this when PyTorch first multiplies.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 # Interpreted kernels are compiled once and run once: what XLA would optimise takes longer than it saves.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# jaxlib 0.10 has flags for it that a later one ends the process at.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0"
+    + " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    * version("jaxlib").startswith("0.10."),
+)
 
 import re
 from collections.abc import Callable, Iterator, Sequence

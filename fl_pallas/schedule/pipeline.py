@@ -16,7 +16,7 @@ from .passes.fuse import Fused, Output, fuse
 from .passes.group_rows import group_features, group_rows
 from .passes.grow_regions import Region, Rejected, grow_regions
 from .passes.lay_out import lay_out
-from .passes.part import part_chains, part_outputs, work_of_a_warp
+from .passes.part import part_outputs, ways_to_part
 from .passes.resolve_views import resolve_views
 from .passes.share import loading, share
 from .passes.skip_tiles import skip_tiles
@@ -25,6 +25,7 @@ from .passes.split_reductions import split_reductions
 from .passes.stream import parallel_axes, stream
 from .passes.strength import by_element, without_divisions
 from .passes.tabulate import tabulate
+from .passes.weigh import cheapest
 from .plan import KernelPlan, Loop, Store
 from .program import Program
 from .target import HOPPER, Target
@@ -124,13 +125,8 @@ def _planned(
     def built(loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> KernelPlan:
         return build_plan(name, parallel, loops, stores, notes, compute, target)
 
-    kernels = [built(loops, stores)]
-    chains = part_chains(loops, stores, parallel, f"{name}{number}", compute)
-    if len(chains) > 1:
-        # Chains apart do the same work; they pay where together they leave no registers for a good tile.
-        work, apart = work_of_a_warp(kernels[0]), [built(*chain) for chain in chains]
-        if all(work_of_a_warp(kernel) >= 2 * work > 0 for kernel in apart):
-            kernels = apart
+    ways = ways_to_part(loops, stores, parallel, f"{name}{number}", compute)
+    kernels = cheapest([tuple(built(*kernel) for kernel in way) for way in ways], target)
     plans: list[KernelPlan] = []
     for kernel in kernels:
         *tables, plan = skip_tiles(replace(kernel, name=f"{name}{number + len(plans)}"))

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from ..dtype import is_float, itemsize
-from ..expr import Axis, Expr, Load, Op, Reduce, free_axes, loads, walk
+from ..expr import Axis, Expr, Load, Op, Reduce, Ref, free_axes, loads, walk
 from ..inner import as_product, covering_tile, factors, is_sequential, power_of_two
 from ..plan import Accumulator, Anchor, Choices, Loop, Store
 from ..target import Target
@@ -38,11 +38,9 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
     axes = [a for a in parallel if a.extent > 1]
     updates = [s.update for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
     bodies = updates or [s.expr for s in stores]
-    costly: set[Axis] = set()
-    for e in bodies:
-        for n in walk(e):
-            if isinstance(n, Reduce) or (isinstance(n, Op) and n.name in ("exp", "tanh", "sigmoid", "log", "select")):
-                costly |= free_axes(n)
+    heavy = [n for e in bodies for n in walk(e) if isinstance(n, Reduce) or isinstance(n, Op) and n.name in HEAVY]
+    # What is made of one tensor, element by element, is a side of a product: as a gate that goes to its features.
+    costly = set().union(*map(free_axes, [n for n in heavy if not _is_of_one(n)] or heavy))
     if not costly:
         costly = set().union(*(free_axes(n) for e in bodies for n in loads(e)[:1]))
     features = [a for a in axes if a not in costly]
@@ -68,6 +66,17 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
         row = None
     column = None if loops else _other_side(row, rest, stores)
     return Roles(tuple(features), row, tuple(a for a in rest if a not in (row, column)), column)
+
+
+HEAVY = ("exp", "tanh", "sigmoid", "log", "select")
+
+
+def _is_of_one(e: Expr) -> bool:
+    """Whether an expression has no sums, no references, and no axis that one of its loads has not."""
+    nodes = list(walk(e))
+    if any(isinstance(n, Reduce | Ref) for n in nodes):
+        return False
+    return any(free_axes(e) <= free_axes(n) for n in nodes if isinstance(n, Load) and is_float(n.dtype))
 
 
 def _other_side(row: Axis | None, rest: list[Axis], stores: tuple[Store, ...]) -> Axis | None:
@@ -172,9 +181,7 @@ def _fitting(
     target: Target,
 ) -> list[Choices]:
     """The choices of rows, columns, warps and stages that may fit with these tiles of the other axes."""
-    # float32 operands are split in two and multiplied three times; corrections of shifted sums add as much.
-    intricate = len(loops) > 1 or any(isinstance(s, Anchor) for loop in loops for s in loop.steps)
-    weight = 2.5 if bytes_ > 2 or intricate else 1
+    intricate = _is_intricate(loops)
     fitting, narrower = [], []
     for row, column, warps, stages in NARROW if bytes_ > 2 or intricate else PREFERRED:
         tiles = dict(fixed)
@@ -184,11 +191,25 @@ def _fitting(
             tiles[kinds.column] = min(column, max(MIN_TILE, power_of_two(kinds.column.extent)))
         for loop in loops:
             tiles[loop.axis] = min(column, max(MIN_TILE, power_of_two(loop.axis.extent)))
-        wanted = weight * _registers(tiles, loops, stores, frozenset(kinds.features))
-        fits = wanted <= SLACK * target.registers * 32 * warps
         choices = Choices(tuple(tiles.items()), warps, stages)
+        fits = pressure(choices, kinds, loops, stores, bytes_, target) <= SLACK
         (fitting if fits else narrower).append(choices)
     return _busier(list(dict.fromkeys(fitting or narrower[-1:])), {loop.axis for loop in loops}, target)
+
+
+def _is_intricate(loops: tuple[Loop, ...]) -> bool:
+    """Whether corrections of shifted sums, or further loops, take registers beside those of their values."""
+    return len(loops) > 1 or any(isinstance(s, Anchor) for loop in loops for s in loop.steps)
+
+
+def pressure(
+    choices: Choices, kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ...], bytes_: int, target: Target
+) -> float:
+    """The registers that a kernel wants under these choices, over those that its threads have."""
+    # float32 operands are split in two and multiplied three times.
+    weight = 2.5 if bytes_ > 2 or _is_intricate(loops) else 1
+    wanted = weight * _registers(dict(choices.tiles), loops, stores, frozenset(kinds.features))
+    return wanted / (target.registers * 32 * choices.warps)
 
 
 def _busier(ways: list[Choices], streamed: set[Axis], target: Target) -> list[Choices]:
@@ -210,6 +231,8 @@ def _registers(
     tiled = frozenset(a for a, n in tiles.items() if n > 1)
     held = sum(_size(frozenset(s.axes), tiles) for loop in loops for s in loop.steps)
     body = max((_live(loop, tiles, tiled, features) for loop in loops), default=0)
+    if len(loops) == 1:
+        body = max(body, _products(loops[0], tiles, tiled))
     final = max((_largest(s.expr, tiles, tiled) for s in stores), default=0)
     return max(held + body, final)
 
@@ -230,6 +253,17 @@ def _live(loop: Loop, tiles: dict[Axis, int], tiled: frozenset[Axis], features: 
     )
 
 
+def _products(loop: Loop, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int:
+    """The products that a loop's body makes, and a tile more."""
+    nodes = {n for s in loop.steps if isinstance(s, Accumulator) for n in walk(s.update) if isinstance(n, Reduce)}
+    made = [
+        _size(free_axes(n), tiles)
+        for n in nodes
+        if loop.axis in free_axes(n) and as_product(n.body, n.axis, tiled | {n.axis}) is not None
+    ]
+    return sum(made) + max(made, default=0)
+
+
 # Operations that take a dozen instructions, and registers for them.
 COSTLY = ("exp", "tanh", "sigmoid", "log", "sin", "cos", "pow", "erf", "log1p", "expm1")
 
@@ -245,6 +279,8 @@ def _loaded(n: Load, tiles: dict[Axis, int]) -> int:
 
 def _largest(e: Expr, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int:
     """Elements of the largest tile needed to evaluate `e`; the factors of a product are never multiplied out."""
+    # What is taken one index at a time.
+    tiles = {**tiles, **{n.axis: 1 for n in walk(e) if isinstance(n, Reduce) and is_sequential(n, tiled)}}
     size = _size(free_axes(e), tiles)
     if isinstance(e, Op) and any(as_product(e, axis, tiled) is not None for axis in free_axes(e)):
         size = 0
@@ -263,8 +299,8 @@ def _size(axes: frozenset[Axis], tiles: dict[Axis, int]) -> int:
 
 def product_bytes(kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> int:
     """Size of an element of the widest matrix that is multiplied, bytes; of what is loaded, if none is."""
-    row = (kinds.row,) if kinds.row is not None else ()
-    tiled = frozenset((*kinds.features, *row, *(loop.axis for loop in loops)))
+    sides = [a for a in (kinds.row, kinds.column) if a is not None]
+    tiled = frozenset((*kinds.features, *sides, *(loop.axis for loop in loops)))
     sums = [(s, loop.axis) for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
     exprs = [*(s.expr for s in stores), *(s.update for s, _ in sums)]
     found = [s.dtype for s, axis in sums if s.kind == "sum" and as_product(s.update, axis, tiled) is not None]

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..build import negate, op, reduce, rewrite, select, substitute
 from ..dtype import is_float
-from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, children, free_axes, index, load, reductions
+from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, children, const, free_axes, index, load, reductions, walk
 from ..program import Value
 from .fuse import Fused, Output
 
@@ -38,8 +38,10 @@ def exchange(
     made: dict[Expr, Output] = {}
     held: dict[Expr, Expr] = {}
     found = (r for g in groups for o in g.outputs for r in reductions(o.expr))
+    # In the dimensions of the gradient first: those are what the user sees, more often than not.
+    known = sorted((k for f in facts if (k := _known(f)) is not None), key=lambda k: len(k.axes) > len(k.place))
     for r in dict.fromkeys(found):
-        short = next((s for f in facts if (s := _exchanged(r, f)) is not None), None)
+        short = next((s for k in known if (s := _exchanged(r, k)) is not None), None)
         if short is None:
             continue
         expr, axes = short
@@ -56,10 +58,48 @@ def exchange(
     return tuple(Fused(tuple(outputs)) for outputs in first.values()), rest
 
 
-def _exchanged(r: Reduce, fact: Value) -> tuple[Expr, tuple[Axis, ...]] | None:
-    """`r` as a sum over an axis of `fact`, and its free axes in the order of those of `fact`; None if it is none."""
-    known = fact.expr
-    if r.kind != "sum" or not isinstance(known, Reduce) or known.kind != "sum" or r.axis.extent != known.axis.extent:
+@dataclass(frozen=True)
+class _Known:
+    """A sum that an operand holds at `place`, over `axes`: those of the operand, or several that one of it flattens."""
+
+    name: str
+    dtype: str
+    axes: tuple[Axis, ...]
+    sum: Reduce
+    place: tuple[Expr, ...]
+
+
+def _known(fact: Value) -> _Known | None:
+    if not isinstance(fact.expr, Reduce) or fact.expr.kind != "sum":
+        return None
+    axes: list[Axis] = []
+    mapping: dict[Axis, Expr] = {}
+    for axis in fact.axes:
+        parts = _parts(axis, fact.expr)
+        whole: Expr = const(0, "i64")
+        for part in parts:
+            whole = op("mul", whole, const(part.extent, "i64"), dtype="i64")
+            whole = op("add", whole, index(part), dtype="i64")
+        axes += parts
+        mapping[axis] = whole
+    expr = substitute(fact.expr, mapping)
+    place = tuple(mapping[a] for a in fact.axes)
+    return _Known(fact.name, fact.dtype, tuple(axes), expr, place) if isinstance(expr, Reduce) else None
+
+
+def _parts(axis: Axis, e: Expr) -> list[Axis]:
+    """The axes that `axis` flattens, by the quotients and remainders that `e` takes of it; itself if there are none."""
+    divisions = (n.args for n in walk(e) if isinstance(n, Op) and n.name in ("floordiv", "mod"))
+    steps = {int(n.value) for whole, n in divisions if whole is index(axis) and isinstance(n, Const)}
+    sides = [axis.extent, *sorted(steps - {axis.extent}, reverse=True), 1]
+    if len(sides) < 3 or any(outer % inner for outer, inner in zip(sides, sides[1:])):
+        return [axis]
+    return [Axis(f"{axis.name}.{n}", outer // inner) for n, (outer, inner) in enumerate(zip(sides, sides[1:]))]
+
+
+def _exchanged(r: Reduce, known: _Known) -> tuple[Expr, tuple[Axis, ...]] | None:
+    """`r` as a sum over an axis of what is known, and its free axes in the order of those; None if it is none."""
+    if r.kind != "sum" or r.axis.extent != known.sum.axis.extent:
         return None
     own = _factors(r.body)
     for n, inner in enumerate(own):
@@ -70,17 +110,15 @@ def _exchanged(r: Reduce, fact: Value) -> tuple[Expr, tuple[Axis, ...]] | None:
         moving = [p for p in parts if r.axis in free_axes(p)]
         if not still or not moving:
             continue
-        binding = _matched(known, (*own[:n], *own[n + 1 :], *moving), r.axis)
-        if binding is None:
+        binding = _matched(known.sum, (*own[:n], *own[n + 1 :], *moving), r.axis)
+        if binding is None or any(a.extent > 1 and a not in binding for a in known.axes):
             continue
-        place = tuple(binding[a] if a in binding else index(a) for a in fact.axes)
-        if any(a.extent > 1 and a not in binding for a in fact.axes):
-            continue
-        body: Expr = load(fact.name, place, fact.dtype)
+        bound = {a: binding.get(a, index(a)) for a in known.axes}
+        body: Expr = load(known.name, tuple(substitute(i, bound) for i in known.place), known.dtype)
         for p in still:
             body = op("mul", p, body, dtype=inner.body.dtype)
         short = reduce("sum", inner.axis, body, r.body.dtype)
-        order = dict.fromkeys(i.axis for i in place if isinstance(i, Index) and i.axis != inner.axis)
+        order = dict.fromkeys(i.axis for i in bound.values() if isinstance(i, Index) and i.axis != inner.axis)
         if frozenset(order) == free_axes(short):
             return short, tuple(order)
     return None

@@ -55,17 +55,17 @@ def fuse(program: Program, region: Region) -> tuple[Fused, ...]:
         while found := {n: inline_load(n, inlined[n.source]) for n in loads(expr) if n.source in inlined}:
             expr = substitute(expr, {}, dict(found))
         inlined[name] = Value(v.name, v.axes, v.dtype, expr)
-    outputs = sorted((inlined[o] for o in region.outputs), key=lambda v: -len(v.axes))
-    groups: list[list[Output]] = []
-    for v in outputs:
-        for n, group in enumerate(groups):
-            joined = join_group(v, group)
-            if joined is not None:
-                groups[n] = [*group, joined]
-                break
-        else:
-            groups.append([_renamed(v, tuple((Axis(f"x{i}", a.extent),) for i, a in enumerate(v.axes)))])
-    return tuple(Fused(tuple(g)) for g in groups)
+    rest = sorted((inlined[o] for o in region.outputs), key=lambda v: -len(v.axes))
+    groups: list[Fused] = []
+    while rest:
+        lead = rest.pop(0)
+        group = [_renamed(lead, tuple((Axis(f"x{i}", a.extent),) for i, a in enumerate(lead.axes)))]
+        # What shares nothing with the first may share something with those that came to it.
+        while found := next(((v, o) for v in rest if (o := join_group(v, group)) is not None), None):
+            rest.remove(found[0])
+            group.append(found[1])
+        groups.append(Fused(tuple(group)))
+    return tuple(groups)
 
 
 def _renamed(v: Value, axes: tuple[tuple[Axis, ...], ...]) -> Output:
@@ -88,10 +88,12 @@ def _flattened(axes: tuple[Axis, ...]) -> Expr:
 
 def join_group(v: Value, group: list[Output]) -> Output | None:
     """`v` over the axes of `group`, renamed so that it shares most reductions; None if it shares none."""
-    lead = group[0]
+    lead, *others = group
+    features = dict.fromkeys(a for o in others for a in o.axes if a not in lead.axes)
     shared = {r for o in group for r in reductions(o.expr)}
     best: tuple[tuple[int, int], Output] | None = None
     runs = [lead.axes[i:k] for i in range(len(lead.axes)) for k in range(i + 1, len(lead.axes) + 1)]
+    runs += [(a,) for a in features]
     choices = [[r for r in runs if math.prod(a.extent for a in r) == own.extent] + [()] for own in v.axes]
     for pick in itertools.islice(itertools.product(*choices), MAX_RENAMINGS):
         used = [a for run in pick for a in run]

@@ -1,15 +1,18 @@
-"""Parting: kernels that do better apart, because their outputs want other rows, or their chains want more registers."""
+"""Parting: kernels that do better apart, because their outputs want other rows, or their sums want more registers."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
+from dataclasses import replace
 
 from ..build import substitute
 from ..expr import Axis, Expr, Reduce, Ref, children, free_axes, index, load, ref_names, walk
-from ..plan import Accumulator, KernelPlan, Loop, Step, Store
+from ..plan import Accumulator, Loop, Step, Store
 from .choose import roles
 from .fuse import Fused, Output
 from .stream import parallel_axes, stream
+
+Kernel = tuple[tuple[Loop, ...], tuple[Store, ...]]
 
 
 def part_outputs(fused: Fused, compute: str) -> tuple[Fused, ...]:
@@ -29,16 +32,61 @@ def part_outputs(fused: Fused, compute: str) -> tuple[Fused, ...]:
     return tuple(Fused(tuple(outputs)) for outputs in groups.values())
 
 
-def work_of_a_warp(plan: KernelPlan) -> float:
-    """Elements of the tile of rows by loop indices, for each warp; 0 for a plan without both."""
-    rows = [n for a, n in plan.choices.tiles if n > 1 and a in plan.grid and a not in plan.features]
-    columns = [plan.choices.tile(loop.axis) or 1 for loop in plan.loops]
-    return math.prod(rows) * max(columns) / plan.choices.warps if rows and columns else 0
+def ways_to_part(
+    loops: tuple[Loop, ...], stores: tuple[Store, ...], parallel: tuple[Axis, ...], name: str, compute: str
+) -> tuple[tuple[Kernel, ...], ...]:
+    """Kernels that together do what one would, in several ways: that one; its chains; its outputs; chains of those.
+
+    Args:
+      parallel: axes of the outputs.
+      name: what the names of further stores begin with.
+    """
+    whole = ((loops, stores),)
+    ways = [whole]
+    for kernels in (whole, part_stores(loops, stores, parallel)):
+        chains = [part_chains(*k, parallel, f"{name}_{n}", compute) for n, k in enumerate(kernels)]
+        ways += [kernels, tuple(c for parts in chains for c in parts)]
+    return tuple(dict.fromkeys(ways))
+
+
+def part_stores(loops: tuple[Loop, ...], stores: tuple[Store, ...], parallel: tuple[Axis, ...]) -> tuple[Kernel, ...]:
+    """Before: loops with sums for several outputs. After: a kernel for each output whose sums over features no other
+    output's contain; what those rest on is computed by each.
+    """
+    features = frozenset(roles(parallel, loops, stores).features)
+    steps = {s.name: s for loop in loops for s in loop.steps}
+    needs = {s.name: _needed({r for r in ref_names(s.expr)}, steps) for s in stores}
+
+    def wide(names: frozenset[str]) -> frozenset[str]:
+        return frozenset(n for n in names if features & set(steps[n].axes))
+
+    groups: list[tuple[frozenset[str], list[Store]]] = []
+    for s in sorted(stores, key=lambda s: -len(wide(needs[s.name]))):
+        own = needs[s.name]
+        at = min(range(len(groups)), key=lambda n: len(own - groups[n][0]), default=None)
+        if at is None or wide(own) - groups[at][0]:
+            groups.append((own, [s]))
+        else:
+            groups[at] = (groups[at][0] | own, [*groups[at][1], s])
+    return tuple((_only(names, loops), tuple(s for s in stores if s in group)) for names, group in groups)
+
+
+def _needed(names: set[str], steps: Mapping[str, Step]) -> frozenset[str]:
+    """The steps of these names, and all that those refer to."""
+    found = {n for n in names if n in steps}
+    while more := {r for n in found for e in _exprs(steps[n]) for r in _refs(e) if r in steps} - found:
+        found |= more
+    return frozenset(found)
+
+
+def _only(names: frozenset[str], loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
+    kept = (replace(loop, steps=tuple(s for s in loop.steps if s.name in names)) for loop in loops)
+    return tuple(loop for loop in kept if loop.steps)
 
 
 def part_chains(
     loops: tuple[Loop, ...], stores: tuple[Store, ...], parallel: tuple[Axis, ...], name: str, compute: str
-) -> tuple[tuple[tuple[Loop, ...], tuple[Store, ...]], ...]:
+) -> tuple[Kernel, ...]:
     """Before: one loop with accumulators of which some know nothing of the others. After: a kernel that stores what
     the first of them come to, and one that takes it from there.
 
