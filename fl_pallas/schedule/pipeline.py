@@ -123,7 +123,8 @@ def _planned(
     parallel, loops, stores = group_rows(*group_features(parallel_axes(part), loops, stores))
 
     def built(loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> KernelPlan:
-        return build_plan(name, parallel, loops, stores, notes, compute, target)
+        own = tuple(a for a in parallel if any(a in s.axes for s in stores))
+        return build_plan(name, own, loops, stores, notes, compute, target)
 
     ways = ways_to_part(loops, stores, parallel, f"{name}{number}", compute)
     kernels = cheapest([tuple(built(*kernel) for kernel in way) for way in ways], target)
