@@ -23,6 +23,7 @@ from .generated import Spec, specs
 from .oracle import check, check_gradients
 from .programs import BY_NAME, FUSED, Case
 from .test_programs import dtype_name
+from .unrun import unrun
 
 pytestmark = pytest.mark.usefixtures("repeated")
 
@@ -30,7 +31,7 @@ SEQ = 33
 """Longer than most head dims: smaller scores would stay in PyTorch."""
 GPU_RUNS = ((torch.float32, SEQ), (torch.bfloat16, 257), (torch.float32, 1024))
 """On a GPU; without --every-case, one of the two lengths in float32, which varies from case to case."""
-SHARE = 24
+SHARE = 8
 """One case in so many runs on a CPU; all with --every-case."""
 
 _TABLE = "a kernel stores the gradient of the bias, from which PyTorch makes that of the table's rows"
@@ -99,6 +100,20 @@ def test_gradients(case: Case, dtype: torch.dtype, seq: int, device: torch.devic
     forward, backward = graphs.get("forward"), graphs.get("backward")
     if forward and backward and forward.kernels and not forward.fallbacks and case.name not in QUADRATIC:
         assert not backward.fallbacks, "\n".join(map(str, backward.fallbacks))
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in FUSED if c.name not in REFUSED])
+def test_scheduled(case: Case) -> None:
+    """Both passes of every case, where only a share of them runs: plans that verify, or a refusal that says why."""
+    target = case.target(torch.bfloat16, "cpu")
+    if isinstance(target, nn.Module):
+        target.requires_grad_(True)
+    inputs = (x.requires_grad_(x.is_floating_point()) for x in case.make_inputs(257, torch.bfloat16, "cpu"))
+    with unrun():
+        explanation = fl.explain(target, *inputs)
+    for graph in explanation.graphs:
+        assert graph.kernels or graph.fallbacks or not graph.schedule or not graph.schedule.regions, str(explanation)
 
 
 SCALE = 24**-0.5

@@ -22,4 +22,4 @@ def unrun() -> Iterator[None]:
 
 
 def _zeros(kernel: DlpackKernel, operands: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.zeros([a.extent for a in s.axes], dtype=torch_dtype(s.dtype)) for s in kernel.plan.stores]
+    return [torch.zeros(s.shape, dtype=torch_dtype(s.dtype)) for s in kernel.plan.stores]

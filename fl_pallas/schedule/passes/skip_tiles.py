@@ -189,7 +189,7 @@ class _Tables:
         longest = max(a.extent for a in (*self.rows, *(loop.axis for loop in plan.loops)))
         looped = max(loop.axis.extent for loop in plan.loops)
         # A program of the kernel takes all granules of its loop as one vector.
-        self.granule = max(MIN_GRANULE, power_of_two(-(-looped // MAX_WHOLE)), power_of_two(max(sides)) // 2)
+        self.granule = max(MIN_GRANULE, power_of_two(-(-looped // MAX_WHOLE)), power_of_two(max(sides, default=1)) // 2)
         self.every = Axis("t", -(-longest // self.granule))
         self.inside = Axis("g", self.granule)
 
