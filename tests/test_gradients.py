@@ -31,7 +31,7 @@ SEQ = 33
 """Longer than most head dims: smaller scores would stay in PyTorch."""
 GPU_RUNS = ((torch.float32, SEQ), (torch.bfloat16, 257), (torch.float32, 1024))
 """On a GPU; without --every-case, one of the two lengths in float32, which varies from case to case."""
-SHARE = 8
+SHARE = 24
 """One case in so many runs on a CPU; all with --every-case."""
 
 _TABLE = "a kernel stores the gradient of the bias, from which PyTorch makes that of the table's rows"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..errors import Unsupported
@@ -274,6 +274,14 @@ def reduce(kind: str, axis: Axis, body: Expr, dtype: str) -> Expr:
     if target != axis:
         body = substitute(body, {axis: index(target)})
     return raw_reduce(kind, target, body, dtype)
+
+
+def row_major(indices: Iterable[Expr], axes: Iterable[Axis]) -> Expr:
+    """The number of the element at `indices` of a tensor over `axes`, the last of them running fastest."""
+    place: Expr = const(0, "i64")
+    for i, a in zip(indices, axes, strict=True):
+        place = op("add", op("mul", place, const(a.extent, "i64"), dtype="i64"), i, dtype="i64")
+    return place
 
 
 def substitute(e: Expr, mapping: Mapping[Axis, Expr], replace: Mapping[Any, Expr] | None = None) -> Expr:

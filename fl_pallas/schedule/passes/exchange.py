@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..build import negate, op, reduce, rewrite, select, substitute
+from ..build import negate, op, reduce, rewrite, row_major, select, substitute
 from ..dtype import is_float
-from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, children, const, free_axes, index, load, reductions, walk
+from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, children, free_axes, index, load, reductions, walk
 from ..program import Value
 from .fuse import Fused, Output
 
@@ -76,12 +76,8 @@ def _known(fact: Value) -> _Known | None:
     mapping: dict[Axis, Expr] = {}
     for axis in fact.axes:
         parts = _parts(axis, fact.expr)
-        whole: Expr = const(0, "i64")
-        for part in parts:
-            whole = op("mul", whole, const(part.extent, "i64"), dtype="i64")
-            whole = op("add", whole, index(part), dtype="i64")
         axes += parts
-        mapping[axis] = whole
+        mapping[axis] = row_major(map(index, parts), parts)
     expr = substitute(fact.expr, mapping)
     place = tuple(mapping[a] for a in fact.axes)
     return _Known(fact.name, fact.dtype, tuple(axes), expr, place) if isinstance(expr, Reduce) else None

@@ -10,8 +10,8 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from ..build import op, substitute
-from ..expr import Axis, Expr, const, index, loads, reductions
+from ..build import row_major, substitute
+from ..expr import Axis, Expr, index, loads, reductions
 from ..program import Program, Value
 from .grow_regions import Region
 from .resolve_views import inline_load
@@ -71,19 +71,11 @@ def fuse(program: Program, region: Region) -> tuple[Fused, ...]:
 def _renamed(v: Value, axes: tuple[tuple[Axis, ...], ...]) -> Output:
     """`v` over other axes: one for each dimension, or several that were flattened into it."""
     assert v.expr is not None
-    places = [_flattened(group) for group in axes]
+    places = [row_major(map(index, group), group) for group in axes]
     expr = substitute(v.expr, dict(zip(v.axes, places, strict=True)))
     whole = all(len(group) == 1 for group in axes)
     dims = () if whole else tuple((i, a.extent) for i, a in zip(places, v.axes, strict=True))
     return Output(v.name, tuple(a for group in axes for a in group), v.dtype, expr, dims)
-
-
-def _flattened(axes: tuple[Axis, ...]) -> Expr:
-    """The index along `axes` taken as one dimension, the last of them running fastest."""
-    place: Expr = const(0, "i64")
-    for a in axes:
-        place = op("add", op("mul", place, const(a.extent, "i64"), dtype="i64"), index(a), dtype="i64")
-    return place
 
 
 def join_group(v: Value, group: list[Output]) -> Output | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...errors import Unsupported
-from ..build import op, substitute
+from ..build import row_major, substitute
 from ..dtype import compute_dtype, is_float, itemsize
-from ..expr import Axis, Expr, Load, Op, const, index, loads, reductions, walk
+from ..expr import Expr, Load, Op, index, loads, reductions, walk
 from ..integer import linear
 from ..program import Program, Value
 from .exchange import exchange
@@ -141,15 +141,8 @@ def _lies_as_made(program: Program, v: Value) -> bool:
         e = inline_load(e, program.by_name[e.source])
     if not v.is_view or not isinstance(e, Load):
         return True
-    return linear(_place(e.index, program.by_name[e.source].axes)) == linear(_place(tuple(map(index, v.axes)), v.axes))
-
-
-def _place(indices: tuple[Expr, ...], axes: tuple[Axis, ...]) -> Expr:
-    """The number of an element, the last axis running fastest."""
-    place: Expr = const(0, "i64")
-    for i, a in zip(indices, axes, strict=True):
-        place = op("add", op("mul", place, const(a.extent, "i64"), dtype="i64"), i, dtype="i64")
-    return place
+    made = row_major(e.index, program.by_name[e.source].axes)
+    return linear(made) == linear(row_major(map(index, v.axes), v.axes))
 
 
 def _inlined(program: Program, v: Value, leaves: set[str]) -> Value:
