@@ -177,8 +177,13 @@ def _pass(gm: GraphModule, compiled: Callable[[], Callable[..., Any]]) -> Pass:
         args.clear()
         return run(*given)
 
+    return Pass(_marked(boxed), inputs, results)
+
+
+def _marked(boxed: Boxed) -> Boxed:
+    """As AOTAutograd knows a function that empties the list it is given."""
     boxed._boxed_call = True  # type: ignore[attr-defined]
-    return Pass(boxed, inputs, results)
+    return boxed
 
 
 def _with_own_results(call: Boxed, returned: int) -> Boxed:
@@ -197,8 +202,7 @@ def _with_own_results(call: Boxed, returned: int) -> Boxed:
         saved = {memory(t) for t in made[returned:]} - {None}
         return (*(t.clone() if memory(t) in saved else t for t in made[:returned]), *made[returned:])
 
-    boxed._boxed_call = True  # type: ignore[attr-defined]
-    return boxed
+    return _marked(boxed)
 
 
 def _opened(gm: GraphModule) -> GraphModule:

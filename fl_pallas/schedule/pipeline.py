@@ -127,7 +127,8 @@ def _planned(
         return build_plan(name, own, loops, stores, notes, compute, target)
 
     ways = ways_to_part(loops, stores, parallel, f"{name}{number}", compute)
-    kernels = cheapest([tuple(built(*kernel) for kernel in way) for way in ways], target)
+    made = {kernel: built(*kernel) for way in ways for kernel in way}
+    kernels = cheapest([tuple(made[kernel] for kernel in way) for way in ways], target)
     plans: list[KernelPlan] = []
     for kernel in kernels:
         *tables, plan = skip_tiles(replace(kernel, name=f"{name}{number + len(plans)}"))

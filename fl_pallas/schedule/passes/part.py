@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ..build import substitute
@@ -42,7 +42,7 @@ def ways_to_part(
       name: what the names of further stores begin with.
     """
     whole = ((loops, stores),)
-    ways = [whole]
+    ways: list[tuple[Kernel, ...]] = []
     for kernels in (whole, part_stores(loops, stores, parallel)):
         chains = [part_chains(*k, parallel, f"{name}_{n}", compute) for n, k in enumerate(kernels)]
         ways += [kernels, tuple(c for parts in chains for c in parts)]
@@ -55,7 +55,7 @@ def part_stores(loops: tuple[Loop, ...], stores: tuple[Store, ...], parallel: tu
     """
     features = frozenset(roles(parallel, loops, stores).features)
     steps = {s.name: s for loop in loops for s in loop.steps}
-    needs = {s.name: _needed({r for r in ref_names(s.expr)}, steps) for s in stores}
+    needs = {s.name: _needed(ref_names(s.expr), steps) for s in stores}
 
     def wide(names: frozenset[str]) -> frozenset[str]:
         return frozenset(n for n in names if features & set(steps[n].axes))
@@ -71,7 +71,7 @@ def part_stores(loops: tuple[Loop, ...], stores: tuple[Store, ...], parallel: tu
     return tuple((_only(names, loops), tuple(s for s in stores if s in group)) for names, group in groups)
 
 
-def _needed(names: set[str], steps: Mapping[str, Step]) -> frozenset[str]:
+def _needed(names: Iterable[str], steps: Mapping[str, Step]) -> frozenset[str]:
     """The steps of these names, and all that those refer to."""
     found = {n for n in names if n in steps}
     while more := {r for n in found for e in _exprs(steps[n]) for r in _refs(e) if r in steps} - found:

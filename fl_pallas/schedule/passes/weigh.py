@@ -24,6 +24,8 @@ CLEARLY = 0.85
 
 def cheapest(ways: Sequence[tuple[KernelPlan, ...]], target: Target) -> tuple[KernelPlan, ...]:
     """The way that takes the least time; the first, of the fewest kernels, unless another is clearly better."""
+    if len(ways) == 1:
+        return ways[0]
     times = [sum(cycles(plan, target) for plan in way) for way in ways]
     best = min(range(len(ways)), key=times.__getitem__)
     return ways[best] if times[best] < CLEARLY * times[0] else ways[0]
