@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
@@ -41,8 +41,6 @@ MAX_SPECIALISATIONS = 256
 RECOMPILE_LIMIT = 1024
 
 _warned: set[tuple] = set()
-# Tracing sets process-wide flags, so one graph is built at a time.
-_building = threading.RLock()
 
 
 def compile(
@@ -145,7 +143,7 @@ def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:
                 if "FX to symbolically trace" not in str(error):
                     raise
                 # Another thread is tracing, and TorchDynamo mistakes its flag for ours.
-                with _building:
+                with compile_lock:
                     return call(*args, **kwargs)
         except TorchRuntimeError as error:
             raise InputError(f"PyTorch refuses these arguments: {_first_line(error)}") from error
@@ -198,7 +196,9 @@ class _Specialised:
         run = self.versions.get(key)
         if run is not None:
             return run(*args)
-        with _building:
+        # Tracing patches PyTorch for the whole process. TorchDynamo takes the patches it finds away while it captures
+        # and puts them back after: neither may run beside the other, in whatever thread.
+        with compile_lock:
             run = self.versions.get(key) or self._build(args)
             try:
                 # Kernels are compiled by their first call; inputs are never written, so PyTorch can still do it.
@@ -243,7 +243,7 @@ class _Specialised:
         def compiler(aten: torch.fx.GraphModule, args: Sequence[Any], facts: tuple[Value, ...]) -> Callable[..., Any]:
             plain = torch.fx.GraphModule(aten, _copied(aten.graph))
             try:
-                with _building:
+                with compile_lock:
                     run = self._compiled(aten, args, plain, name, facts)
             except Unsupported as refusal:
                 self._tell(Graph(None, (_refused(refusal),), (), name=name))

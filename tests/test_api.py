@@ -21,6 +21,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.convert_frame import compile_lock
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fl_pallas as fl
 from fl_pallas import api
@@ -972,6 +974,39 @@ def test_a_call_while_another_thread_builds(monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         called.set()
         builder.join(60)
+
+
+def test_captures_beside_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that begins while another thread traces and ends after it would put FX's patches back for good, and
+    wrap every later call of a module in the process."""
+    new, seen, x, module_call = fl.compile(attention), fl.compile(causal), qkv(40), torch.nn.Module.__call__
+    for n in (16, 24):
+        seen(*qkv(n))
+    tracing, capturing, traced = threading.Event(), threading.Event(), threading.Event()
+    capture, trace = api.Backend.__call__, api.to_aten
+
+    def slow_capture(*args: Any) -> Any:
+        capturing.set()
+        traced.wait(1.0)
+        return capture(*args)
+
+    def slow_trace(*args: Any) -> Any:
+        if not tracing.is_set():
+            make_fx(lambda t: t + (tracing.set() or capturing.wait(1.0)))(torch.zeros(1))
+            traced.set()
+        return trace(*args)
+
+    monkeypatch.setattr(api.Backend, "__call__", slow_capture)
+    monkeypatch.setattr(api, "to_aten", slow_trace)
+    threads = [threading.Thread(target=f, args=x) for f in (new, seen)]
+    with compile_lock:
+        for t in threads:
+            t.start()  # the first waits for TorchDynamo's lock, the second needs no capture
+        tracing.wait(1.0)
+    for t in threads:
+        t.join(60)
+    assert tracing.is_set() and capturing.is_set()
+    assert torch.nn.Module.__call__ is module_call and not torch.fx._symbolic_trace._is_fx_tracing_flag
 
 
 def test_jax_settings_stay() -> None:
