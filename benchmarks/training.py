@@ -38,10 +38,11 @@ class Step:
         """The largest ||gradient - exact|| / ||exact||, on up to eight (batch, head) pieces, of the inputs that pieces
         have to themselves."""
         p, square, norm = self.problem, dict.fromkeys(self.wanted, 0.0), dict.fromkeys(self.wanted, 0.0)
+        cut_along = [letters for letters in ("b", "hg") if any(set(letters) & set(a) for a in p.axes)]
         for cut, out_cut in p.pieces():
             exact = self._exact(cut, out_cut)
             for n, ours, theirs in zip(self.wanted, found, exact, strict=True):
-                if p.axes[n].startswith(("bh", "bg")):
+                if all(set(letters) & set(p.axes[n]) for letters in cut_along):
                     square[n] += (ours[cut[n]].double() - theirs).square().sum().item()
                     norm[n] += theirs.square().sum().item()
         return max((square[n] / norm[n]) ** 0.5 for n in self.wanted if norm[n])

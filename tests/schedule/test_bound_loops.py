@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_pallas.schedule.build import negate, op, select
+from fl_pallas.schedule.build import negate, op, reduce, select
 from fl_pallas.schedule.expr import Axis, Expr, const, free_axes, index, load, ref
 from fl_pallas.schedule.passes.bound_loops import bound_loop, contributes, solve
 from fl_pallas.schedule.plan import Accumulator, Loop
@@ -270,3 +270,10 @@ def test_all_and_prod_are_not_bounded() -> None:
         update = causal if kind == "all" else select(causal, X, const(1.0, "f32"))
         loop = bound_loop(Loop(J, (Accumulator("s0", kind, (ROWS,), update, "f32", None),)), TILED)
         assert loop.upper is None
+
+
+def test_a_reduction_inside_of_a_step_bounds_no_loop() -> None:
+    """Its index is no place that the tile has; `masked` under it lets some of its terms through, and others not."""
+    within = reduce("sum", ROWS, f32("mul", select(causal, Z, X), X), "f32")
+    loop = bound_loop(Loop(J, (Accumulator("a0", "sum", (B,), f32("mul", within, X), "f32", None),)), frozenset([B]))
+    assert (loop.lower, loop.upper, loop.interior) == (None, None, None)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from ..build import FALSE, TRUE, negate, op, select, substitute
-from ..expr import Axis, Const, Expr, Index, Op, Ref, children, const, free_axes, ref, walk
+from ..expr import Axis, Const, Expr, Index, Op, Reduce, Ref, children, const, free_axes, ref, walk
 from ..integer import Linear, bounds, linear
 from ..plan import Accumulator, Anchor, Interior, Loop, Step
 
@@ -51,9 +51,12 @@ def _interior(loop: Loop, tiled: frozenset[Axis]) -> Interior | None:
 
 def masks(steps: tuple[Step, ...]) -> Iterator[tuple[Expr, bool]]:
     """(test, outcome that lets a value through) of every selection between a value and a constant, or of a
-    constant that leaves what it is added to as it is and -inf."""
-    for n in (n for s in steps if isinstance(s, Accumulator) for n in walk(s.update)):
-        if isinstance(n, Op) and n.name == "select":
+    constant that leaves what it is added to as it is and -inf. Tests of the index of a reduction inside of a step
+    are not among them: they have an outcome for each of its terms."""
+    nodes = [n for s in steps if isinstance(s, Accumulator) for n in walk(s.update)]
+    inside = frozenset(n.axis for n in nodes if isinstance(n, Reduce))
+    for n in nodes:
+        if isinstance(n, Op) and n.name == "select" and not free_axes(n.args[0]) & inside:
             test, then, other = n.args
             if isinstance(other, Const) is not isinstance(then, Const):
                 yield test, isinstance(other, Const)
