@@ -25,6 +25,7 @@ from .passes.split_reductions import split_reductions
 from .passes.stream import parallel_axes, stream
 from .passes.strength import by_element, without_divisions
 from .passes.tabulate import tabulate
+from .passes.unflatten import unflatten
 from .passes.weigh import cheapest
 from .plan import KernelPlan, Loop, Store
 from .program import Program
@@ -71,14 +72,14 @@ def schedule(
     record("grow_regions", growth_text(growth))
     compute = compute_dtype([v.dtype for v in program.values if v.axes])
     shapes: Shapes = {v.name: v.shape for v in (*program.values, *program.facts)}
-    kernels = []
+    regions, kernels = [], []
     rejected = list(growth.rejected)
     for n, region in enumerate(growth.regions):
         plans: list[KernelPlan] = []
         groups = fuse(program, region)
         for fused in groups:
             record("fuse", fused_text(fused))
-        groups = tuple(map(split_reductions, groups))
+        groups = tuple(map(split_reductions, map(unflatten, groups)))
         for fused in groups:
             record("split_reductions", fused_text(fused))
         short, groups = exchange(groups, program.facts, f"r{n}", compute)
@@ -90,7 +91,11 @@ def schedule(
         for fused in groups:
             record("expand_squares", fused_text(fused))
         parts = cut_apart(groups, f"r{n}")
-        rejected += _stored(program, region, [o for part in parts for o in part.outputs])
+        between = _stored(program, region, [o for part in parts for o in part.outputs])
+        rejected += between
+        if not all(r.fused for r in between):
+            continue
+        regions.append(region)
         for part in parts:
             record("cut", fused_text(part))
             apart = part_outputs(part, compute)
@@ -106,7 +111,7 @@ def schedule(
                 verify_plan(plan)
             record("plan", plan_text(plan))
         kernels.append(tuple(plans))
-    return Schedule(program, growth.regions, tuple(kernels), tuple(rejected))
+    return Schedule(program, tuple(regions), tuple(kernels), tuple(rejected))
 
 
 def _planned(
@@ -139,11 +144,15 @@ def _planned(
 
 
 def _stored(program: Program, region: Region, between: list[Output]) -> list[Rejected]:
-    """What kernels hand on to each other although it is larger than all that the region reads and returns."""
+    """What kernels hand on to each other although it is larger than all that the region reads and returns; refused if
+    it is larger than all that PyTorch would store."""
     members = [program.by_name[m] for m in region.members]
     around = {*region.outputs, *(r for v in members for r in v.reads)} - {*region.members} | {*region.outputs}
     limit = max(program.by_name[name].numel for name in around)
     large = max(members, key=lambda v: v.numel)
     sizes = [(math.prod(a.extent for a in o.axes), o.dtype) for o in between if o.name not in region.outputs]
     why = "a reduction inside of another cannot be taken along with it, and is stored between two kernels"
+    if any(n > large.numel for n, _ in sizes):
+        larger = "a reduction inside of another cannot be taken along with it, and would be stored in more places"
+        return [Rejected(large, large, larger, large.numel * itemsize(large.dtype))]
     return [Rejected(large, large, why, n * itemsize(dtype), fused=True) for n, dtype in sizes if n > limit]

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from ..build import substitute
+from ..dtype import compute_dtype
 from ..expr import Axis, Expr, Reduce, free_axes, index, load, loads, reductions, ref, walk
 from ..program import Value
 from .fuse import Fused, Output, join_group
@@ -37,10 +38,17 @@ def cut(fused: Fused, name: str) -> tuple[Fused, ...]:
             label = f"{name}_t{sum(len(k.outputs) for k in kernels) + len(outputs)}"
             own = {a: Axis(f"x{n}", a.extent) for n, a in enumerate(shape)}
             expr = substitute(c.node, {a: index(b) for a, b in own.items()})
-            outputs.append(Output(label, tuple(own.values()), c.node.dtype, expr))
-            replaced[c.node] = load(label, tuple(index(a) for a in shape), c.node.dtype)
+            # Part of a longer sum is kept as that sum is, in 32 bits at least.
+            dtype = compute_dtype([c.node.dtype]) if _is_part(fused, c.node) else c.node.dtype
+            outputs.append(Output(label, tuple(own.values()), dtype, expr))
+            replaced[c.node] = load(label, tuple(index(a) for a in shape), dtype)
         kernels += cut(Fused(tuple(outputs)), f"{name}_{len(kernels)}")
         fused = Fused(tuple(replace(o, expr=substitute(o.expr, {}, dict(replaced))) for o in fused.outputs))
+
+
+def _is_part(fused: Fused, node: Reduce) -> bool:
+    """Whether `node` is itself what another sum adds up."""
+    return any(s.kind == node.kind == "sum" and s.body is node for o in fused.outputs for s in reductions(o.expr))
 
 
 def cut_apart(groups: tuple[Fused, ...], name: str) -> tuple[Fused, ...]:
