@@ -263,6 +263,14 @@ def mixing_convolution() -> nn.Module:
     return Layer()
 
 
+def mixed_heads(q: Tensor, k: Tensor, v: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """Talking heads by einsum, causal, mixed before and after the softmax."""
+    scores = torch.einsum("bhij,hg->bgij", _scores(q, k), before)
+    later = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
+    weights = scores.masked_fill(later, -math.inf).softmax(-1)
+    return torch.einsum("bgij,gh,bhjd->bhid", weights, after, v)
+
+
 def grouped_rotary() -> nn.Module:
     """Llama's attention: keys of a head serve two, projections around."""
 
@@ -460,6 +468,7 @@ CASES = (
         kernels=None,
         module=True,
     ),
+    Case("mixed_heads", mixed_heads, qkv_and(lambda g: g.normal(2, 2), lambda g: g.normal(2, 2), b=2), kernels=2),
     Case("grouped_rotary", grouped_rotary, lambda g: (g.normal(2, g.seq, 32),), module=True),
     Case("alibi_normed", alibi_normed, lambda g: (g.normal(2, g.seq, 32),), module=True),
     Case(

@@ -123,7 +123,7 @@ def _repeated(fused: Fused) -> list[_Cut]:
     for o in fused.outputs:
         for r in reductions(o.expr):
             bound = free_axes(r) - parallel
-            large = r.axis.extent > 2 * MAX_COVERED or bool(reductions(r.body))
+            large = r.axis.extent > 2 * MAX_COVERED or bool(reductions(r.body)) and not _is_short_and_wide(r)
             again = _around(o.expr, r) - free_axes(r) or _is_summed(o.expr, r) if bound else _is_spread(o, r, parallel)
             if large and again:
                 found[r] = None
@@ -134,9 +134,19 @@ def _repeated(fused: Fused) -> list[_Cut]:
 
 def _is_summed(e: Expr, r: Reduce) -> bool:
     """Whether what is around `r` is but a sum of it, and it is no larger than what it reads."""
+    summed = any(s.kind == "sum" and s is not r and r in reductions(s.body) for s in reductions(e))
+    return summed and not _is_larger_than_read(r)
+
+
+def _is_short_and_wide(r: Reduce) -> bool:
+    """Whether `r`, of few terms, is sooner computed again than stored (heads mixed in a matrix of scores)."""
+    return r.axis.extent * max(n.axis.extent for n in reductions(r.body)) <= MAX_COVERED and _is_larger_than_read(r)
+
+
+def _is_larger_than_read(r: Reduce) -> bool:
     size = math.prod(a.extent for a in free_axes(r))
     most = max((math.prod(a.extent for i in n.index for a in free_axes(i)) for n in loads(r.body)), default=0)
-    return size <= most and any(s.kind == "sum" and s is not r and r in reductions(s.body) for s in reductions(e))
+    return size > most
 
 
 def _is_spread(o: Output, r: Reduce, parallel: frozenset[Axis]) -> bool:

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 from ..build import reduce, rewrite, row_major, substitute
 from ..expr import Axis, Const, Expr, Index, Op, Reduce, free_axes, index, reductions, walk
+from ..inner import factors
 from .fuse import Fused
-from .stream import is_covered
+from .stream import MAX_COVERED, is_covered
 
 
 def unflatten(fused: Fused) -> Fused:
@@ -21,7 +22,7 @@ def unflatten(fused: Fused) -> Fused:
 
 
 def _apart(e: Expr) -> Expr:
-    if not isinstance(e, Reduce) or e.axis.size is not None or all(map(is_covered, reductions(e.body))):
+    if not isinstance(e, Reduce) or e.axis.size is not None or e.axis.extent <= MAX_COVERED:
         return e
     strides = sorted({1, *(s for n in walk(e.body) if (s := _beyond(n, e.axis)))}, reverse=True)
     ends = (e.axis.extent, *strides)
@@ -29,7 +30,11 @@ def _apart(e: Expr) -> Expr:
         return e
     axes = [Axis(f"%{b}", a // b) for a, b in pairwise(ends)]
     body = substitute(e.body, {e.axis: row_major(map(index, axes), axes)})
-    if not any(0 < len(free_axes(r) & {*axes}) < len(axes) for r in reductions(body) if not is_covered(r)):
+    inner = reductions(body)
+    # What is computed once where the axes are apart: reductions, or a side of matrix products that sum each index.
+    once: list[Expr] = [r for r in inner if not is_covered(r)]
+    once += [f for r in inner if is_covered(r) for f in factors(r.body) if r.axis in free_axes(f)]
+    if not any(0 < len(free_axes(x) & {*axes}) < len(axes) for x in once):
         return e
     for axis in reversed(axes):
         body = reduce(e.kind, axis, body, e.dtype)
