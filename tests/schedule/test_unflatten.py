@@ -14,10 +14,8 @@ from tests.terms import i64, n
 
 BATCH, ROWS, KEYS = 3, 20, 15
 X, K, FLAT = Axis("x", 4), Axis("k", KEYS), Axis("flat", BATCH * ROWS * KEYS)
-KNOWN = {
-    "s": np.random.default_rng(0).normal(size=(B, I, J)),
-    "w": np.random.default_rng(1).normal(size=(4, B * I * J)),
-}
+DRAW = np.random.default_rng(0)
+KNOWN = {"s": DRAW.normal(size=(BATCH, ROWS, KEYS)), "w": DRAW.normal(size=(4, BATCH * ROWS * KEYS))}
 flat = index(FLAT)
 b, i = i64("floordiv", flat, n(ROWS * KEYS)), i64("mod", i64("floordiv", flat, n(KEYS)), n(ROWS))
 j = i64("mod", flat, n(KEYS))
