@@ -43,6 +43,9 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
     costly = set().union(*map(free_axes, [n for n in heavy if not _is_of_one(n)] or heavy))
     if not costly:
         costly = set().union(*(free_axes(n) for e in bodies for n in loads(e)[:1]))
+    if not loops and not any(isinstance(n, Reduce) for e in bodies for n in walk(e)):
+        # Nothing is computed for several of them at once: as memory lies.
+        costly -= {s.axes[-1] for s in stores if s.axes and s.axes[-1].extent <= MAX_FEATURES}
     features = [a for a in axes if a not in costly]
     for store in stores:
         own = [a for a in store.axes if a in features]

@@ -74,12 +74,14 @@ def cut_apart(groups: tuple[Fused, ...], name: str) -> tuple[Fused, ...]:
 
 
 def _sharing(outputs: tuple[Output, ...]) -> list[list[Output]]:
-    """Outputs that have reductions in common, together."""
+    """Outputs that have reductions in common, together; and rows with features and no reductions, with those rows."""
     kernels: list[tuple[set[Reduce], list[Output]]] = []
     for o in outputs:
         own = set(reductions(o.expr))
         for found, kernel in kernels:
-            if found & own or not own and kernel[0].axes == o.axes:
+            rows = kernel[0].axes
+            begun = o.axes[: len(rows)] == rows and all(a.extent <= MAX_COVERED for a in o.axes[len(rows) :])
+            if found & own or not own and begun:
                 found |= own
                 kernel.append(o)
                 break

@@ -23,7 +23,7 @@ class Kept:
     Attributes:
       names: of values, inputs among them.
       exact: those of 16 bits that are statistics of a row in a kernel, where they have 32: what is computed again with
-        them would not be what it was.
+        them would not be what it was. Sums of values, which are as large as the result, are kept as PyTorch keeps them.
       facts: values of `names` that are known to be certain sums, in terms of others.
     """
 
@@ -71,7 +71,10 @@ def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) ->
     ordered = sorted(seen_as, key=lambda v: not (v.name in forward and _lies_as_made(whole, v)))
     facts = tuple(_inlined(whole, v, saved) for v in ordered)
     known = _used(whole, backward, saved, facts) | {f.name for f in facts if f.name in saved}
-    exact = frozenset(name for name in saved & statistics if itemsize(whole.by_name[name].dtype) == 2)
+    again = {root_of(whole, r) for v in whole.values if v.name in seen - saved - later for r in v.reads}
+    widest = max(whole.by_name[name].numel for name in forward)
+    sixteen = (whole.by_name[n] for n in saved & statistics if itemsize(whole.by_name[n].dtype) == 2)
+    exact = frozenset(v.name for v in sixteen if v.name in again or v.numel < widest)
     return Kept(frozenset(saved | known), exact, tuple(f for f in facts if f.name in known))
 
 

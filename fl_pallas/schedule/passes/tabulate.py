@@ -1,20 +1,23 @@
-"""Tables of rows: what every tile of columns would compute again for its rows is stored once, by an earlier kernel."""
+"""Tables: what every tile of columns would compute again for its rows is stored once, by an earlier kernel."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from ..build import substitute
+from ..dtype import itemsize
 from ..expr import Axis, Expr, Index, Op, Reduce, free_axes, index, load, loads, walk
+from . import choose
 from .fuse import Fused, Output
+from .stream import MAX_COVERED
 
 # What takes many instructions an element.
-COSTLY = ("div", "log", "exp", "sqrt", "rsqrt")
+COSTLY = (*choose.COSTLY, "div", "sqrt", "rsqrt")
 
 
 def tabulate(first: tuple[Fused, ...], groups: tuple[Fused, ...], name: str, compute: str) -> tuple[Fused, ...]:
-    """Before: `m[i] + log(l[i])` in a loop over i. After: a load of it; one of the kernels that run first, and has a
-    program for each tile of i already, stores it.
+    """Before: `m[i] + log(l[i])` or `g[i, d] * sigmoid(x[i, d])` in a loop over i. After: a load of it; one of the
+    kernels that run first, and has a program for each tile of i already, stores it.
 
     Args:
       first: kernels whose results the others load.
@@ -22,35 +25,52 @@ def tabulate(first: tuple[Fused, ...], groups: tuple[Fused, ...], name: str, com
 
     Returns: all kernels.
     """
-    rows = dict.fromkeys(e for g in groups for o in g.outputs for e in walk(o.expr) if _is_row(e))
-    found = [e for e in rows if not any(e is not other and e in walk(other) for other in rows)]
+    costly = dict.fromkeys(e for g in groups for o in g.outputs for e in walk(o.expr) if _is_costly(e))
     tables: dict[Expr, Output] = {}
     held: dict[Expr, Expr] = {}
     made: list[Fused] = []
     for kernel in first:
         axes = kernel.outputs[0].axes
         added: list[Output] = []
-        for e in found:
-            order = _order(e)
-            if e in held or [a.extent for a in order] != [a.extent for a in axes]:
+        rows = [e for e in costly if _begins(_order(e), axes) and len(_order(e)) == len(axes)]
+        sides = [e for e in costly if _begins(_order(e), axes) and len(_order(e)) == len(axes) + 1 and _is_side(e)]
+        for e in (*_largest(rows), *_largest(sides)):
+            if e in held:
                 continue
-            expr = substitute(e, {a: index(b) for a, b in zip(order, axes)})
+            order = _order(e)
+            own = (*axes, *(Axis(f"x{len(axes)}", a.extent) for a in order[len(axes) :]))
+            expr = substitute(e, {a: index(b) for a, b in zip(order, own, strict=True)})
             if expr not in tables:
-                tables[expr] = Output(f"{name}_l{len(tables)}", axes, compute, expr)
+                dtype = compute if len(own) == len(axes) else e.dtype
+                tables[expr] = Output(f"{name}_l{len(tables)}", own, dtype, expr)
                 added.append(tables[expr])
-            held[e] = load(tables[expr].name, tuple(map(index, order)), compute)
+            held[e] = load(tables[expr].name, tuple(map(index, order)), tables[expr].dtype)
         made.append(Fused((*kernel.outputs, *added)))
     rest = (Fused(tuple(replace(o, expr=substitute(o.expr, {}, held)) for o in g.outputs)) for g in groups)
     return (*made, *rest)
 
 
-def _is_row(e: Expr) -> bool:
+def _is_costly(e: Expr) -> bool:
     """Whether `e` is costly, and made of loads of which one has all its axes."""
     nodes = list(walk(e))
     if not isinstance(e, Op) or any(isinstance(n, Reduce) for n in nodes):
         return False
     costly = any(isinstance(n, Op) and n.name in COSTLY for n in nodes)
     return costly and len(free_axes(e)) == len(_order(e)) > 0
+
+
+def _is_side(e: Expr) -> bool:
+    """Whether `e`, of rows and features, is a side of products in 16 bits, and costly at each of its elements."""
+    each = any(isinstance(n, Op) and n.name in COSTLY and free_axes(n) == free_axes(e) for n in walk(e))
+    return each and itemsize(e.dtype) == 2 and _order(e)[-1].extent <= MAX_COVERED
+
+
+def _largest(found: list[Expr]) -> list[Expr]:
+    return [e for e in found if not any(e is not other and e in walk(other) for other in found)]
+
+
+def _begins(order: tuple[Axis, ...], axes: tuple[Axis, ...]) -> bool:
+    return [a.extent for a in order[: len(axes)]] == [a.extent for a in axes]
 
 
 def _order(e: Expr) -> tuple[Axis, ...]:
