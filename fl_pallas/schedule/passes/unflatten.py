@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from ..build import reduce, rewrite, row_major, substitute
 from ..expr import Axis, Const, Expr, Index, Op, Reduce, free_axes, index, reductions, walk
 from ..inner import factors
 from .fuse import Fused
-from .stream import MAX_COVERED, is_covered
+from .stream import MAX_COVERED, is_batch_sum, is_covered
 
 
 def unflatten(fused: Fused) -> Fused:
@@ -30,15 +30,28 @@ def _apart(e: Expr) -> Expr:
         return e
     axes = [Axis(f"%{b}", a // b) for a, b in pairwise(ends)]
     body = substitute(e.body, {e.axis: row_major(map(index, axes), axes)})
-    inner = reductions(body)
-    # What is computed once where the axes are apart: reductions, or a side of matrix products that sum each index.
-    once: list[Expr] = [r for r in inner if not is_covered(r)]
-    once += [f for r in inner if is_covered(r) for f in factors(r.body) if r.axis in free_axes(f)]
-    if not any(0 < len(free_axes(x) & {*axes}) < len(axes) for x in once):
+    if not (_frees_reductions(body, {*axes}) or _frees_sides(body, {*axes}, is_batch_sum(e))):
         return e
     for axis in reversed(axes):
         body = reduce(e.kind, axis, body, e.dtype)
     return body
+
+
+def _frees_reductions(body: Expr, axes: set[Axis]) -> bool:
+    """Whether a long reduction inside is the same along some of the axes."""
+    return any(0 < len(free_axes(r) & axes) < len(axes) for r in reductions(body) if not is_covered(r))
+
+
+def _frees_sides(body: Expr, axes: set[Axis], sequential: bool) -> bool:
+    """Whether the axes are rows and columns of matrix products inside; or one of them is any side's own, where the sum
+    would be taken one index after the other."""
+    for r in (r for r in reductions(body) if is_covered(r)):
+        sides = [free_axes(f) & axes for f in factors(r.body) if r.axis in free_axes(f)]
+        if any(not (a <= b or b <= a) for a, b in combinations(sides, 2)):
+            return True
+        if sequential and any(0 < len(s) < len(axes) for s in sides):
+            return True
+    return False
 
 
 def _beyond(e: Expr, axis: Axis) -> int | None:
