@@ -1074,7 +1074,7 @@ def test_explain_says_what_kernels_store_between_them() -> None:
         return (m * torch.sigmoid(m @ u)[..., None]).sum(1)
 
     n = 300
-    explanation = fl.explain(messages, torch.randn(n, 8), torch.randn(8, 8), torch.randn(8))
+    explanation = fl.explain(messages, torch.randn(n, 8), torch.randn(8, 40), torch.randn(40))
     stored = [f for f in explanation.fallbacks if f.fused]
     assert explanation.kernel_count == 2 and [f.bytes for f in stored] == [4 * n * n], str(explanation)
     assert "is fused in parts" in str(stored[0])
