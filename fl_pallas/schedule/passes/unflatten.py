@@ -22,7 +22,7 @@ def unflatten(fused: Fused) -> Fused:
 
 
 def _apart(e: Expr) -> Expr:
-    if not isinstance(e, Reduce) or e.axis.size is not None or e.axis.extent <= MAX_COVERED:
+    if not isinstance(e, Reduce) or e.axis.extent <= MAX_COVERED:
         return e
     strides = sorted({1, *(s for n in walk(e.body) if (s := _beyond(n, e.axis)))}, reverse=True)
     ends = (e.axis.extent, *strides)
