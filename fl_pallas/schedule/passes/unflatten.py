@@ -24,17 +24,24 @@ def unflatten(fused: Fused) -> Fused:
 def _apart(e: Expr) -> Expr:
     if not isinstance(e, Reduce) or e.axis.extent <= MAX_COVERED:
         return e
-    strides = sorted({1, *(s for n in walk(e.body) if (s := _beyond(n, e.axis)))}, reverse=True)
-    ends = (e.axis.extent, *strides)
-    if len(strides) == 1 or any(a % b or a == b for a, b in pairwise(ends)):
+    axes = dimensions(e.axis, e.body)
+    if len(axes) == 1:
         return e
-    axes = [Axis(f"%{b}", a // b) for a, b in pairwise(ends)]
     body = substitute(e.body, {e.axis: row_major(map(index, axes), axes)})
     if not (_frees_reductions(body, {*axes}) or _frees_sides(body, {*axes}, is_batch_sum(e))):
         return e
     for axis in reversed(axes):
         body = reduce(e.kind, axis, body, e.dtype)
     return body
+
+
+def dimensions(axis: Axis, e: Expr) -> list[Axis]:
+    """The axes that `axis` flattens, by the quotients and remainders that `e` takes of it; itself if there are none."""
+    strides = {s for n in walk(e) if (s := _beyond(n, axis))} - {axis.extent}
+    sides = [axis.extent, *sorted(strides, reverse=True), 1]
+    if len(sides) < 3 or any(outer % inner for outer, inner in pairwise(sides)):
+        return [axis]
+    return [Axis(f"{axis.name}.{n}", outer // inner) for n, (outer, inner) in enumerate(pairwise(sides))]
 
 
 def _frees_reductions(body: Expr, axes: set[Axis]) -> bool:

@@ -1,0 +1,259 @@
+"""Joins: values that combine two others, each with an axis the other lacks (scores from queries and keys); and which of
+them blow up, so that a region grows from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..build import substitute
+from ..dtype import is_float
+from ..expr import Axis, Load, Op, const, free_axes, loads, reductions, walk
+from ..program import Program, Value
+
+# A contraction with a weight longer than this is a projection even if its result is coupled.
+MAX_WEIGHT_CONTRACTION = 256
+
+Sides = tuple[frozenset[Axis], frozenset[Axis]]
+
+
+@dataclass
+class Seed:
+    """A join, and the region grown from it.
+
+    Attributes:
+      rows, cols: the axes of the join that only the one side, or only the other, has.
+      members: the region's values, written in terms of the join.
+      sides: each member's axes along rows and columns.
+      large: the members that have both.
+    """
+
+    value: Value
+    rows: frozenset[Axis]
+    cols: frozenset[Axis]
+    members: dict[str, Value] = field(default_factory=dict)
+    sides: dict[str, Sides] = field(default_factory=dict)
+    large: set[str] = field(default_factory=set)
+
+
+def join(program: Program, v: Value) -> Seed | None:
+    """The two sides of `v` if it joins values that each have an axis the other lacks."""
+    if v.expr is None or v.is_view or not is_float(v.dtype):
+        return None
+    indices = {m for n in loads(v.expr) for i in n.index for m in loads(i)}
+    found = [n for n in loads(v.expr) if n not in indices]  # what a table is read at (token ids) is no operand
+    own = frozenset(v.axes)
+    # A product of which an extent is 1 has lost an axis to look for, but it has no further axis either.
+    wide = {x for x in own if x.extent > 1}
+    whole = [r for r in reductions(v.expr) if free_axes(r) >= wide]
+    # What has an operand of its own size changes that one alone: a norm, with its means and weights.
+    changed = any(is_float(n.dtype) and _touched(n) >= wide for n in found)
+    for n, a in enumerate(found):
+        for b in found[n + 1 :]:
+            rows, cols = _touched(a) & own - _touched(b), _touched(b) & own - _touched(a)
+            contracted = any(r.kind == "sum" and a in loads(r.body) and b in loads(r.body) for r in whole)
+            if rows and cols and (contracted or not changed):
+                return Seed(v, rows, cols)
+            if contracted and is_float(a.dtype) and is_float(b.dtype) and 1 in v.shape:
+                return Seed(v, rows, cols)
+    return None
+
+
+def turned(program: Program, seed: Seed) -> Seed | None:
+    """The seed with the axes that its operands share for columns; None if they share none."""
+    assert seed.value.expr is not None
+    touched = [_touched(n) for n in loads(seed.value.expr)]
+    shared = frozenset(seed.value.axes).intersection(*touched) - seed.rows - seed.cols
+    moving = frozenset(a for a in shared if any(_reduces(program, seed.value, a)))
+    return Seed(seed.value, seed.rows, moving) if moving else None
+
+
+def _reduces(program: Program, v: Value, axis: Axis) -> Iterator[bool]:
+    """For each reduction of a direct user of `v`, whether it runs over the axis of `v`."""
+    for user in program.users[v.name]:
+        e = program.by_name[user].expr
+        for r in reductions(e) if e is not None else ():
+            for node in (n for n in loads(r.body) if n.source == v.name):
+                yield r.axis in free_axes(node.index[v.axes.index(axis)])
+
+
+def _touched(node: Load) -> frozenset[Axis]:
+    return frozenset().union(*(free_axes(i) for i in node.index))
+
+
+def is_larger(program: Program, seed: Seed) -> bool:
+    """Whether a join is larger than each of its operands."""
+    v = seed.value
+    return bool(seed.rows and seed.cols) and all(v.numel > program.by_name[r].numel for r in v.reads)
+
+
+def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
+    """Whether a region grows from this join.
+
+    Joins with a weight are projections unless they are normalised (learned keys) and larger than
+    their sources. Others must be larger than their sources and be reduced later; a shorter one
+    (short sequences) must be coupled, and not merely lead to another join of that kind.
+    """
+    v = seed.value
+    assert v.expr is not None
+    if v.projection or _is_table(program, v):
+        return False
+    coupled, followed = _path(program, v)
+    larger = is_larger(program, seed)
+    if has_weight(program, v):
+        contraction = max((r.axis.extent for r in reductions(v.expr)), default=1)
+        return followed and larger and contraction <= MAX_WEIGHT_CONTRACTION and _is_normalised(program, seed)
+    if larger:
+        return followed
+    later = (s.value for s in seeds if s is not seed and _feeds(program, v.name, s.value.name))
+    return coupled and followed and not any(not has_weight(program, s) and _asks_again(program, s) for s in later)
+
+
+def _is_normalised(program: Program, seed: Seed) -> bool:
+    """Whether elements of the join meet a reduction of themselves again, as in a softmax.
+
+    In a backward pass that is an input, a number for each index of one side. The gradient of a bias only sums.
+    """
+    v = seed.value
+    sizes = [v.numel // math.prod(a.extent for a in side) for side in (seed.rows, seed.cols)]
+    inputs = (i for i in program.values if i.op == "input" and is_float(i.dtype))
+    kept = {i.name for i in inputs if i.numel in sizes and len(i.axes) > 1 == i.axes[-1].extent}
+    own, statistics = {v.name}, kept
+    for u in program.values:
+        if u.expr is None or own.isdisjoint(u.reads) and statistics.isdisjoint(u.reads):
+            continue
+        found = reductions(u.expr)
+        alone = any(len(set(loads(r.body))) == 1 and loads(r.body)[0].source in own for r in found)
+        if not own.isdisjoint(u.reads) and (not statistics.isdisjoint(u.reads) or alone and u.numel == v.numel):
+            return True
+        if alone or not (found or statistics.isdisjoint(u.reads)):
+            statistics.add(u.name)
+        elif not found:
+            own.add(u.name)
+    return False
+
+
+def _asks_again(program: Program, v: Value) -> bool:
+    return all(_path(program, v))
+
+
+def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
+    """Whether the product that reduces `seed` is itself a blow-up at least as large.
+
+    Then `seed` is part of an operand (the angles of a rotary embedding), which that region may compute or read.
+    """
+    v, larger = seed.value, {s.value.name for s in seeds if s is not seed and s.value.numel >= seed.value.numel}
+    seen: set[str] = set()
+    stack = [v.name]
+    while stack:
+        for user in set(program.users[stack.pop()]) - seen:
+            seen.add(user)
+            u = program.by_name[user]
+            if u.expr is not None and reductions(u.expr):
+                if user in larger:
+                    return True
+            elif u.expr is not None:
+                stack.append(user)
+    return False
+
+
+def ends(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
+    """Whether `seed`, no larger than its operands, reduces a larger blow-up: that one's region ends with it.
+
+    What follows (a norm, a sum over the heads that share a key) is of linear size, and no part of it.
+    """
+    if is_larger(program, seed):
+        return False
+    larger = (s.value.name for s in seeds if s is not seed and is_larger(program, s))
+    return any(_feeds(program, name, seed.value.name) for name in larger)
+
+
+def _is_table(program: Program, v: Value) -> bool:
+    """Whether `v` is made of indices and constants alone, and no larger than an input."""
+    given = [i.numel for i in program.values if i.op == "input" and is_float(i.dtype)]
+    if v.numel > max(given, default=0):
+        return False
+    stack, seen = [v.name], {v.name}
+    while stack:
+        u = program.by_name[stack.pop()]
+        if u.expr is None:
+            return False
+        stack += set(u.reads) - seen
+        seen.update(u.reads)
+    return True
+
+
+def has_weight(program: Program, v: Value) -> bool:
+    """Whether an operand of the product is a parameter, or a matrix where the other has batch axes."""
+    sources = [program.by_name[r] for r in v.reads if is_float(program.by_name[r].dtype)]
+    rank = max((len(s.axes) for s in sources), default=0)
+    return any(s.op == "parameter" or (s.op == "input" and len(s.axes) == 2 and rank > 2) for s in sources)
+
+
+def _path(program: Program, v: Value) -> tuple[bool, bool]:
+    """What lies between `v` and the product that reduces it.
+
+    (some step is not linear or some statistic is of `v` alone, some reduction consumes it)
+    """
+    seen, stack, coupled, followed = set(), [v.name], False, False
+    path, sums = {v.name}, []
+    while stack:
+        name = stack.pop()
+        for user in program.users[name]:
+            u = program.by_name[user]
+            if user in seen:
+                continue
+            seen.add(user)
+            if u.expr is None:
+                # Whatever it does, it reads all of `v`, which is then in its way.
+                followed = True
+                continue
+            found = reductions(u.expr)
+            followed |= bool(found)
+            alone = {r.kind for r in found if len(set(loads(r.body))) == 1}
+            sums += [u] if "sum" in alone else []
+            coupled |= bool(alone - {"sum"}) or any(isinstance(n, Op) and _couples(n) for n in walk(u.expr))
+            if not found or len(u.axes) == len(v.axes) and u.numel == v.numel:
+                stack.append(user)
+                path.add(user)
+    return coupled or any(_meets(program, u, path) for u in sums), followed
+
+
+def _meets(program: Program, u: Value, path: set[str]) -> bool:
+    """Whether a sum over values of `path` is put together with one of them again (the gradient of a bias is not)."""
+    assert u.expr is not None
+    rest = substitute(u.expr, {}, {r: const(0, r.dtype) for r in reductions(u.expr)})
+    if any(n.source in path for n in loads(rest)):
+        return True
+    below = {u.name}
+    for value in program.values:
+        if below & set(value.reads):
+            if path & set(value.reads):
+                return True
+            below.add(value.name)
+    return False
+
+
+def _couples(n: Op) -> bool:
+    """Whether an operation is more than linear in what it reads, as a mask is; what puts pieces side by side is not."""
+    if n.name == "select" and not loads(n.args[0]) and len(free_axes(n.args[0])) < 2:
+        return False
+    return n.name not in _LINEAR and n.dtype != "bool"
+
+
+_LINEAR = ("mul", "div", "add", "sub", "neg", "cast", "floordiv", "mod")
+
+
+def _feeds(program: Program, source: str, target: str) -> bool:
+    """Whether `target` reads `source` through pointwise values only."""
+    stack, seen = [source], {source}
+    while stack:
+        for user in program.users[stack.pop()]:
+            u = program.by_name[user]
+            if user == target:
+                return True
+            if user not in seen and u.expr is not None and u.numel >= program.by_name[source].numel:
+                seen.add(user)
+                stack.append(user)
+    return False
