@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
+import torch
 
+import fl_pallas as fl
+from fl_pallas.schedule import pipeline
 from fl_pallas.schedule.build import op, reduce
 from fl_pallas.schedule.expr import Axis, Expr, index, load, reductions
 from fl_pallas.schedule.passes.fuse import Fused, Output
 from fl_pallas.schedule.passes.unflatten import unflatten
 from fl_pallas.schedule.text import expr_text
 from tests.plan_evaluate import TileEvaluator
+from tests.programs import BY_NAME
 from tests.terms import i64, n
+from tests.unrun import unrun
 
 BATCH, ROWS, KEYS = 3, 20, 15
 X, K, FLAT = Axis("x", 4), Axis("k", KEYS), Axis("flat", BATCH * ROWS * KEYS)
@@ -51,3 +57,14 @@ def reduce_of_features(*row: Expr) -> Expr:
 def test_nothing_to_gain() -> None:
     """A flattened axis that all of the body goes along, as a row of keys in two dimensions does, stays whole."""
     assert [r.axis.extent for r in reductions(apart(f32("mul", weight, score)))] == [FLAT.extent]
+
+
+def test_what_would_store_more_than_pytorch_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together, rows and columns would have a kernel store a matrix of rows for each of their pairs."""
+    case = BY_NAME["mixed_heads"]
+    inputs = [x.requires_grad_() for x in case.make_inputs(48, torch.float32, "cpu")]
+    monkeypatch.setattr(pipeline, "unflatten", lambda fused: fused)
+    with unrun():
+        forward, backward = fl.explain(case.target(torch.float32, "cpu"), *inputs).graphs
+    assert forward.kernels and not backward.kernels
+    assert any("would be stored in more places" in f.why for f in backward.fallbacks)
