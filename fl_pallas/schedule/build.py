@@ -284,6 +284,14 @@ def row_major(indices: Iterable[Expr], axes: Iterable[Axis]) -> Expr:
     return place
 
 
+def dimensions(axis: Axis, strides: set[int]) -> list[Axis]:
+    """The axes that `axis` flattens, by the strides along it of all but the last; itself if they do not divide it."""
+    sides = [axis.extent, *sorted(strides - {axis.extent}, reverse=True), 1]
+    if len(sides) < 3 or any(outer % inner for outer, inner in itertools.pairwise(sides)):
+        return [axis]
+    return [Axis(f"{axis.name}.{n}", outer // inner) for n, (outer, inner) in enumerate(itertools.pairwise(sides))]
+
+
 def substitute(e: Expr, mapping: Mapping[Axis, Expr], replace: Mapping[Any, Expr] | None = None) -> Expr:
     """`e` with free axes replaced by integer expressions and, first of all, nodes by `replace`.
 

@@ -79,7 +79,10 @@ def schedule(
         groups = fuse(program, region)
         for fused in groups:
             record("fuse", fused_text(fused))
-        groups = tuple(map(split_reductions, map(unflatten, groups)))
+        groups = tuple(map(unflatten, groups))
+        for fused in groups:
+            record("unflatten", fused_text(fused))
+        groups = tuple(map(split_reductions, groups))
         for fused in groups:
             record("split_reductions", fused_text(fused))
         short, groups = exchange(groups, program.facts, f"r{n}", compute)

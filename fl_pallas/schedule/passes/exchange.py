@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..build import negate, op, reduce, rewrite, row_major, select, substitute
+from ..build import dimensions, negate, op, reduce, rewrite, row_major, select, substitute
 from ..dtype import is_float
 from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, children, free_axes, index, load, reductions, walk
 from ..program import Value
@@ -87,10 +87,7 @@ def _parts(axis: Axis, e: Expr) -> list[Axis]:
     """The axes that `axis` flattens, by the quotients and remainders that `e` takes of it; itself if there are none."""
     divisions = (n.args for n in walk(e) if isinstance(n, Op) and n.name in ("floordiv", "mod"))
     steps = {int(n.value) for whole, n in divisions if whole is index(axis) and isinstance(n, Const)}
-    sides = [axis.extent, *sorted(steps - {axis.extent}, reverse=True), 1]
-    if len(sides) < 3 or any(outer % inner for outer, inner in zip(sides, sides[1:])):
-        return [axis]
-    return [Axis(f"{axis.name}.{n}", outer // inner) for n, (outer, inner) in enumerate(zip(sides, sides[1:]))]
+    return dimensions(axis, steps)
 
 
 def _exchanged(r: Reduce, known: _Known) -> tuple[Expr, tuple[Axis, ...]] | None:

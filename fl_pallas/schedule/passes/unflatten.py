@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations
 
-from ..build import reduce, rewrite, row_major, substitute
+from ..build import dimensions, reduce, rewrite, row_major, substitute
 from ..expr import Axis, Const, Expr, Index, Op, Reduce, free_axes, index, reductions, walk
 from ..inner import factors
 from .fuse import Fused
@@ -24,7 +24,7 @@ def unflatten(fused: Fused) -> Fused:
 def _apart(e: Expr) -> Expr:
     if not isinstance(e, Reduce) or e.axis.extent <= MAX_COVERED:
         return e
-    axes = dimensions(e.axis, e.body)
+    axes = dimensions(e.axis, {s for n in walk(e.body) if (s := _beyond(n, e.axis))})
     if len(axes) == 1:
         return e
     body = substitute(e.body, {e.axis: row_major(map(index, axes), axes)})
@@ -33,15 +33,6 @@ def _apart(e: Expr) -> Expr:
     for axis in reversed(axes):
         body = reduce(e.kind, axis, body, e.dtype)
     return body
-
-
-def dimensions(axis: Axis, e: Expr) -> list[Axis]:
-    """The axes that `axis` flattens, by the quotients and remainders that `e` takes of it; itself if there are none."""
-    strides = {s for n in walk(e) if (s := _beyond(n, axis))} - {axis.extent}
-    sides = [axis.extent, *sorted(strides, reverse=True), 1]
-    if len(sides) < 3 or any(outer % inner for outer, inner in pairwise(sides)):
-        return [axis]
-    return [Axis(f"{axis.name}.{n}", outer // inner) for n, (outer, inner) in enumerate(pairwise(sides))]
 
 
 def _frees_reductions(body: Expr, axes: set[Axis]) -> bool:
