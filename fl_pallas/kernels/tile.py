@@ -7,7 +7,7 @@ rows, loop axes, head dimensions, features. An axis taken one index at a time le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,12 +74,17 @@ class Scope:
       sides: widths of their tiles.
       refs: references that have a value here.
       whole: axes whose current tile is known to lie inside of them.
+      bare: what expressions are where `interior` holds, for masks let the tile through whole there; None where this
+        scope knows nothing of it.
+      interior: a boolean scalar.
     """
 
     starts: dict[Axis, Array]
     sides: dict[Axis, int]
     refs: dict[str, Tile]
     whole: frozenset[Axis] = frozenset()
+    bare: Mapping[Expr, Expr] | None = None
+    interior: Array | None = None
     memo: dict[object, Tile] = field(default_factory=dict)
 
     def binds(self, e: Expr) -> bool:
@@ -183,7 +188,26 @@ class Evaluator:
 
     def eval(self, e: Expr) -> Tile:
         """`e` over its wide free axes."""
-        return self._memo(e, e, lambda: self._eval(e))
+        return self._memo(e, e, lambda: self._masked(e))
+
+    def _masked(self, e: Expr) -> Tile:
+        """`e`, its masks left out by a branch where the tile needs none."""
+        scope = next((s for s in reversed(self.scopes) if s.bare is not None), None)
+        axes = self.sorted_axes(free_axes(e))
+        if scope is None or scope.bare is None or e not in scope.bare or len(axes) < 2:
+            return self._eval(e)
+        bare = self.spread(self.eval(scope.bare[e]), axes)
+        for n in outer_loads(e):
+            if len(self.wide(free_axes(n))) < 2:
+                self._raw(n)  # in a branch it would not be loaded ahead
+
+        def masked() -> Array:
+            self.push({}, {}).bare = {}
+            tile = self._eval(e)
+            self.pop()
+            return self.spread(tile, axes).astype(bare.dtype)
+
+        return Tile(lax.cond(scope.interior, lambda: bare, masked), axes)
 
     def _memo(self, key: object, e: Expr, make: Callable[[], Tile]) -> Tile:
         for s in reversed(self.scopes):
@@ -498,6 +522,13 @@ class Evaluator:
         else:
             total = lax.fori_loop(0, steps, step, total)
         return Tile(total != 0 if r.kind in ("any", "all") else total, axes)
+
+
+def outer_loads(e: Expr) -> list[Load]:
+    """The loads of `e` that are not inside of a reduction."""
+    if isinstance(e, Load):
+        return [e]
+    return [] if isinstance(e, Reduce) else [n for c in children(e) for n in outer_loads(c)]
 
 
 def _inverse(e: Expr) -> float | None:

@@ -33,7 +33,7 @@ from ..inner import MAX_WHOLE, power_of_two
 from ..plan import Accumulator, Choices, Interior, KernelPlan, Loop, Store, bounds_of
 from ..spans import Span, truth
 from ..text import expr_text
-from .bound_loops import contribution, masks, narrowed, substituted
+from .bound_loops import bare, contribution, masks, narrowed, substituted
 
 # Below this extent a loop has too few tiles to pay for a kernel that looks at the masks' data, unless there are many
 # such loops: at the second extent, with so many scores in all.
@@ -90,8 +90,8 @@ def _interior(loop: Loop, known: _Known) -> Interior | None:
     """The interior of `loop`, within the first run of granules that all masks on data let through whole."""
     everywhere = TRUE
     replaced: dict[Expr, Expr] = {}
-    steps = loop.interior.steps if loop.interior else loop.steps
-    for test, kept in masks(steps):
+    known_inside = dict(loop.interior.bare) if loop.interior else {}
+    for test, kept in masks(substituted(loop.steps, known_inside)):
         certain, _ = truth(test if kept else negate(test), known.span, known.parts)
         if loop.axis in free_axes(test) and known.tables.reads(certain):
             replaced[test] = TRUE if kept else FALSE
@@ -105,7 +105,8 @@ def _interior(loop: Loop, known: _Known) -> Interior | None:
     upper = reduce("min", known.granules, select(beyond, start, end), "i64")
     if loop.interior is not None:
         lower, upper = narrowed(loop.interior.lower, lower, "max"), narrowed(loop.interior.upper, upper, "min")
-    return Interior(lower, upper, substituted(steps, replaced))
+    left = bare(loop.steps, lambda e: substitute(substitute(e, {}, known_inside), {}, replaced))
+    return Interior(lower, upper, left)
 
 
 class _Known:
