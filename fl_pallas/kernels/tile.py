@@ -74,8 +74,7 @@ class Scope:
       sides: widths of their tiles.
       refs: references that have a value here.
       whole: axes whose current tile is known to lie inside of them.
-      bare: what expressions are where `interior` holds, for masks let the tile through whole there; None where this
-        scope knows nothing of it.
+      bare: what expressions are where `interior` holds, for masks let the tile through whole there.
       interior: a boolean scalar.
     """
 
@@ -83,7 +82,7 @@ class Scope:
     sides: dict[Axis, int]
     refs: dict[str, Tile]
     whole: frozenset[Axis] = frozenset()
-    bare: Mapping[Expr, Expr] | None = None
+    bare: Mapping[Expr, Expr] = field(default_factory=dict)
     interior: Array | None = None
     memo: dict[object, Tile] = field(default_factory=dict)
 
@@ -192,9 +191,9 @@ class Evaluator:
 
     def _masked(self, e: Expr) -> Tile:
         """`e`, its masks left out by a branch where the tile needs none."""
-        scope = next((s for s in reversed(self.scopes) if s.bare is not None), None)
+        scope = next((s for s in reversed(self.scopes) if e in s.bare), None)
         axes = self.sorted_axes(free_axes(e))
-        if scope is None or scope.bare is None or e not in scope.bare or len(axes) < 2:
+        if scope is None or len(axes) < 2:
             return self._eval(e)
         bare = self.spread(self.eval(scope.bare[e]), axes)
         for n in outer_loads(e):
@@ -202,7 +201,7 @@ class Evaluator:
                 self._raw(n)  # in a branch it would not be loaded ahead
 
         def masked() -> Array:
-            self.push({}, {}).bare = {}
+            self.push({}, {})
             tile = self._eval(e)
             self.pop()
             return self.spread(tile, axes).astype(bare.dtype)

@@ -25,6 +25,7 @@ from ..schedule.expr import (
     ref_names,
     walk,
 )
+from ..schedule.interior import bare
 from ..schedule.plan import Accumulator, Interior, KernelPlan, Loop, Step, bounds_of
 from .pointwise import POINTWISE
 from .tile import COMBINE, JNP, Evaluator, Operand, Scope, Tile, identity_of, seen
@@ -256,7 +257,7 @@ class _Program:
             scope.refs.update(dict.fromkeys(names))  # type: ignore[arg-type]
             scope.whole = frozenset((loop.axis,)) if whole else frozenset()
             if interior is not None:
-                scope.bare, scope.interior = bare, interior
+                scope.bare, scope.interior = unmasked, interior
             new = tuple(self._step(s, old, loop.axis, scope) for s, old in zip(loop.steps, carry, strict=True))
             ev.pop()
             return new
@@ -266,11 +267,11 @@ class _Program:
         # Tiles below this one lie inside of the axis whole.
         ragged = lax.div(self._extent(loop.axis), jnp.int32(side))
         whole = jnp.minimum(last, ragged)
-        bare = dict(loop.interior.bare) if loop.interior else {}
+        unmasked = bare(loop)
         start, stop = self._interior(loop, loop.interior, side, first, whole) if loop.interior else (first, last)
 
         def body(n: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            return tile(n, carry, True, (start <= n) & (n < stop) if bare else None)
+            return tile(n, carry, True, (start <= n) & (n < stop) if unmasked else None)
 
         carry = lax.fori_loop(first, whole, body, carry)
         if loop.axis.size is not None or loop.axis.extent % side:

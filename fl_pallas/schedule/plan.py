@@ -49,12 +49,12 @@ class Interior:
     """The part of a loop that masks let through whole: from `lower` up to `upper` (bounds as in Loop).
 
     Attributes:
-      bare: nodes of what the steps accumulate, and what they are there; other nodes are as everywhere.
+      constants: nodes of what the steps accumulate, a mask's test say, that are constants there.
     """
 
     lower: Expr | None
     upper: Expr | None
-    bare: tuple[tuple[Expr, Expr], ...]
+    constants: tuple[tuple[Expr, Expr], ...]
 
 
 @dataclass(frozen=True)

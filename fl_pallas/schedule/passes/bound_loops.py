@@ -6,14 +6,14 @@ index expressions are solved for the loop axis; what a tile of the grid spans en
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ..build import FALSE, TRUE, negate, op, select, substitute
 from ..expr import Axis, Const, Expr, Index, Op, Reduce, Ref, children, const, free_axes, ref, walk
 from ..integer import Linear, bounds, linear
+from ..interior import constants
 from ..plan import Accumulator, Anchor, Interior, Loop, Step
 
 Range = tuple[Expr | None, Expr | None]  # first index that can contribute, and one past the last
@@ -37,7 +37,7 @@ def contribution(loop: Loop) -> Expr:
 
 
 def _interior(loop: Loop, tiled: frozenset[Axis]) -> Interior | None:
-    """The interval where every mask of the loop lets everything through, and what the masks leave of its steps."""
+    """The interval where every mask of the loop lets everything through."""
     replaced: dict[Expr, Expr] = {}
     lower: Expr | None = None
     upper: Expr | None = None
@@ -47,7 +47,7 @@ def _interior(loop: Loop, tiled: frozenset[Axis]) -> Interior | None:
             if found is not None:
                 replaced[test] = TRUE if kept else FALSE
                 lower, upper = narrowed(lower, found[0], "max"), narrowed(upper, found[1], "min")
-    return Interior(lower, upper, bare(loop.steps, lambda e: substitute(e, {}, replaced))) if replaced else None
+    return Interior(lower, upper, constants(loop.steps, lambda e: substitute(e, {}, replaced))) if replaced else None
 
 
 def masks(steps: tuple[Step, ...]) -> Iterator[tuple[Expr, bool]]:
@@ -65,39 +65,6 @@ def masks(steps: tuple[Step, ...]) -> Iterator[tuple[Expr, bool]]:
                 hidden = tuple(c.value == -math.inf for c in (then, other))
                 if any(hidden):
                     yield test, hidden[1]
-
-
-def substituted(steps: tuple[Step, ...], outcomes: Mapping[Expr, Expr]) -> tuple[Step, ...]:
-    """`steps` with nodes of what they accumulate, a mask's tests say, replaced by their outcomes."""
-    return tuple(
-        replace(s, update=substitute(s.update, {}, outcomes)) if isinstance(s, Accumulator) else s for s in steps
-    )
-
-
-def bare(steps: tuple[Step, ...], inside: Callable[[Expr], Expr]) -> tuple[tuple[Expr, Expr], ...]:
-    """What nodes of what `steps` accumulate are in an interior: those that have a constant there for an operand.
-
-    Args:
-      inside: an expression as it is there.
-    """
-    inside = functools.cache(inside)
-    found: dict[Expr, Expr] = {}
-    seen: set[Expr] = set()
-
-    def visit(e: Expr) -> None:
-        if e in seen:
-            return
-        seen.add(e)
-        changed = [c for c in children(e) if inside(c) != c]
-        if any(isinstance(inside(c), Const) for c in changed):
-            found[e] = inside(e)
-        for c in changed:
-            visit(c)
-
-    for s in steps:
-        if isinstance(s, Accumulator):
-            visit(s.update)
-    return tuple(found.items())
 
 
 def narrowed(a: Expr | None, b: Expr | None, name: str) -> Expr | None:

@@ -104,7 +104,7 @@ def _rewritten(plan: KernelPlan, rule: Callable[[Expr], Expr]) -> KernelPlan:
         return replace(s, value=rewrite(s.value, rule))
 
     def of_loop(loop: Loop) -> Loop:
-        inner = loop.interior and replace(loop.interior, bare=tuple(map(of_pair, loop.interior.bare)))
+        inner = loop.interior and replace(loop.interior, constants=tuple(map(of_pair, loop.interior.constants)))
         return replace(loop, steps=tuple(map(of_step, loop.steps)), interior=inner)
 
     def of_pair(pair: tuple[Expr, Expr]) -> tuple[Expr, Expr]:

@@ -30,10 +30,11 @@ from ..expr import (
     walk,
 )  # fmt: skip
 from ..inner import MAX_WHOLE, power_of_two
+from ..interior import constants, interior_steps
 from ..plan import Accumulator, Choices, Interior, KernelPlan, Loop, Store, bounds_of
 from ..spans import Span, truth
 from ..text import expr_text
-from .bound_loops import bare, contribution, masks, narrowed, substituted
+from .bound_loops import contribution, masks, narrowed
 
 # Below this extent a loop has too few tiles to pay for a kernel that looks at the masks' data, unless there are many
 # such loops: at the second extent, with so many scores in all.
@@ -90,8 +91,7 @@ def _interior(loop: Loop, known: _Known) -> Interior | None:
     """The interior of `loop`, within the first run of granules that all masks on data let through whole."""
     everywhere = TRUE
     replaced: dict[Expr, Expr] = {}
-    known_inside = dict(loop.interior.bare) if loop.interior else {}
-    for test, kept in masks(substituted(loop.steps, known_inside)):
+    for test, kept in masks(interior_steps(loop)):
         certain, _ = truth(test if kept else negate(test), known.span, known.parts)
         if loop.axis in free_axes(test) and known.tables.reads(certain):
             replaced[test] = TRUE if kept else FALSE
@@ -105,8 +105,9 @@ def _interior(loop: Loop, known: _Known) -> Interior | None:
     upper = reduce("min", known.granules, select(beyond, start, end), "i64")
     if loop.interior is not None:
         lower, upper = narrowed(loop.interior.lower, lower, "max"), narrowed(loop.interior.upper, upper, "min")
-    left = bare(loop.steps, lambda e: substitute(substitute(e, {}, known_inside), {}, replaced))
-    return Interior(lower, upper, left)
+    before = dict(loop.interior.constants) if loop.interior else {}
+    found = constants(loop.steps, lambda e: substitute(substitute(e, {}, before), {}, replaced))
+    return Interior(lower, upper, found)
 
 
 class _Known:
