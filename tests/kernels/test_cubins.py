@@ -132,10 +132,11 @@ def test_products_accumulate_in_place() -> None:
     assert added(simplified(lower(plan), 90)) == 0
 
 
-def test_products_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two loops with products: in place, they would wait for each other."""
-    monkeypatch.setitem(globals(), "SEQ", 512)
-    ((plan, lower),) = kernels_of.__wrapped__("softmax_base_2", torch.bfloat16)
+def test_products_overlap() -> None:
+    """Two loops with products, of latent attention's gradient: in place, they would wait for each other."""
+    case = BY_NAME["latent"]
+    inputs = [x.requires_grad_() for x in case.make_inputs(512, torch.bfloat16, "cpu")]
+    ((plan, lower),) = [(plan, lower) for plan, lower in _kernels(case.fn, inputs) if len(plan.loops) > 1]
     assert is_serial(compile_ttir(simplified(lower(plan), 90), 90))
     (made,) = fitting(plan, lower, 90)
     assert not is_serial(made.cubin)
