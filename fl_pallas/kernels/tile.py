@@ -75,7 +75,7 @@ class Scope:
       refs: references that have a value here.
       whole: axes whose current tile is known to lie inside of them.
       bare: what expressions are where `interior` holds, for masks let the tile through whole there.
-      interior: a boolean scalar.
+      interior: a boolean, of which the program may know the value before it runs.
     """
 
     starts: dict[Axis, Array]
@@ -83,7 +83,7 @@ class Scope:
     refs: dict[str, Tile]
     whole: frozenset[Axis] = frozenset()
     bare: Mapping[Expr, Expr] = field(default_factory=dict)
-    interior: Array | None = None
+    interior: Array | bool = False
     memo: dict[object, Tile] = field(default_factory=dict)
 
     def binds(self, e: Expr) -> bool:
@@ -190,12 +190,16 @@ class Evaluator:
         return self._memo(e, e, lambda: self._masked(e))
 
     def _masked(self, e: Expr) -> Tile:
-        """`e`, its masks left out by a branch where the tile needs none."""
+        """`e`, its masks left out where the tile needs none."""
         scope = next((s for s in reversed(self.scopes) if e in s.bare), None)
-        axes = self.sorted_axes(free_axes(e))
-        if scope is None or len(axes) < 2:
+        if scope is None or scope.interior is False:
             return self._eval(e)
-        bare = self.spread(self.eval(scope.bare[e]), axes)
+        bare = self.eval(scope.bare[e])
+        axes = self.sorted_axes(free_axes(e))
+        if scope.interior is True:
+            return Tile(self.spread(bare, axes), axes)
+        if len(axes) < 2:
+            return self._eval(e)
         for n in outer_loads(e):
             if len(self.wide(free_axes(n))) < 2:
                 self._raw(n)  # in a branch it would not be loaded ahead
@@ -204,9 +208,9 @@ class Evaluator:
             self.push({}, {})
             tile = self._eval(e)
             self.pop()
-            return self.spread(tile, axes).astype(bare.dtype)
+            return self.spread(tile, axes).astype(bare.array.dtype)
 
-        return Tile(lax.cond(scope.interior, lambda: bare, masked), axes)
+        return Tile(lax.cond(scope.interior, lambda: self.spread(bare, axes), masked), axes)
 
     def _memo(self, key: object, e: Expr, make: Callable[[], Tile]) -> Tile:
         for s in reversed(self.scopes):

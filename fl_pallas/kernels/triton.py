@@ -246,18 +246,19 @@ class _Program:
         return lax.div(self._extent(axis) + jnp.int32(side - 1), jnp.int32(side))
 
     def _loop(self, loop: Loop, outer: Scope) -> None:
-        """Run a loop; its masks are left out by a branch at the tiles that need none."""
+        """Run a loop; masks are left out of the tiles that need none."""
         ev, side = self.ev, self.plan.choices.tile(loop.axis) or 1
         names = [n for s in loop.steps for n in (s.name, f"{s.name}.old")]
         probe = Scope({loop.axis: jnp.int32(0)}, {loop.axis: side}, dict.fromkeys(names))  # type: ignore[arg-type]
         ev.hoist((e for s in loop.steps for e in _step_expressions(s)), probe)
 
-        def tile(n: Array, carry: tuple[Array, ...], whole: bool, interior: Array | None) -> tuple[Array, ...]:
+        def tile(
+            n: Array, carry: tuple[Array, ...], interior: Array | bool = False, whole: bool = True
+        ) -> tuple[Array, ...]:
             scope = ev.push({loop.axis: n * jnp.int32(side)}, {loop.axis: side})
             scope.refs.update(dict.fromkeys(names))  # type: ignore[arg-type]
             scope.whole = frozenset((loop.axis,)) if whole else frozenset()
-            if interior is not None:
-                scope.bare, scope.interior = unmasked, interior
+            scope.bare, scope.interior = unmasked, interior
             new = tuple(self._step(s, old, loop.axis, scope) for s, old in zip(loop.steps, carry, strict=True))
             ev.pop()
             return new
@@ -268,16 +269,24 @@ class _Program:
         ragged = lax.div(self._extent(loop.axis), jnp.int32(side))
         whole = jnp.minimum(last, ragged)
         unmasked = bare(loop)
-        start, stop = self._interior(loop, loop.interior, side, first, whole) if loop.interior else (first, last)
+        if loop.interior is None:
+            carry = lax.fori_loop(first, whole, tile, carry)
+        else:
+            start, stop = self._interior(loop, loop.interior, side, first, whole)
+            if any(loads(bound) for bound in bounds_of(loop) if bound is not None):
+                # Threads are not known to agree where data says what is inside, and a branch takes longer then than a
+                # loop of its own. One more serves both sides of it.
+                def outside(n: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+                    return tile(n + jnp.where(n >= start, stop - start, 0), carry)
 
-        def body(n: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            return tile(n, carry, True, (start <= n) & (n < stop) if unmasked else None)
-
-        carry = lax.fori_loop(first, whole, body, carry)
+                carry = lax.fori_loop(start, stop, lambda n, c: tile(n, c, True), carry)
+                carry = lax.fori_loop(first, whole - (stop - start), outside, carry)
+            else:
+                carry = lax.fori_loop(first, whole, lambda n, c: tile(n, c, (start <= n) & (n < stop)), carry)
         if loop.axis.size is not None or loop.axis.extent % side:
             # One tile, and no loop, which would take registers from the others, and make them test each index.
             there = (first <= ragged) & (ragged < last)
-            carry = lax.cond(there, lambda c: tile(ragged, c, False, None), lambda c: c, carry)
+            carry = lax.cond(there, lambda c: tile(ragged, c, whole=False), lambda c: c, carry)
         for s, x in zip(loop.steps, carry, strict=True):
             outer.refs[s.name] = self._tile(s, x)
 
