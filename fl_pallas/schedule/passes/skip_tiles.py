@@ -49,16 +49,23 @@ def skip_tiles(plan: KernelPlan) -> tuple[KernelPlan, ...]:
     """`plan` alone, or the kernel that summarises the data of its masks, and `plan` with bounds that read it."""
     if not any(_pays(loop, plan) for loop in plan.loops):
         return (plan,)
-    tables = _Tables(plan)
+    # Fine summaries save more than wide tiles.
+    narrow = replace(plan, others=tuple(c for c in plan.others if max(_sides(plan, c), default=1) <= 2 * MIN_GRANULE))
+    tables = _Tables(narrow)
     loops = tuple(_bounded(loop, tables) for loop in plan.loops)
-    plan = replace(plan, loops=loops)
     made = tables.kernel({n.source for loop in loops for e in bounds_of(loop) if e for n in loads(e)})
     if made is None:
-        return (plan,)
+        return (replace(plan, loops=loops),)
+    plan = replace(narrow, loops=loops)
     steps = [s for s in made.loops[0].steps if isinstance(s, Accumulator)]
     read = ", ".join(dict.fromkeys(expr_text(s.update) for s in steps))
     note = f"empty tiles are skipped by what {made.name} finds, {tables.granule} indices at a time, in {read}"
     return made, replace(plan, notes=(*plan.notes, note))
+
+
+def _sides(plan: KernelPlan, choices: Choices) -> list[int]:
+    """Tiles of the grid's axes, features apart."""
+    return [choices.tile(a) or 1 for a in plan.grid if a not in plan.features]
 
 
 def _pays(loop: Loop, plan: KernelPlan) -> bool:
@@ -184,7 +191,7 @@ class _Tables:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        sides = [c.tile(a) or 1 for c in (plan.choices, *plan.others) for a in plan.grid if a not in plan.features]
+        sides = [n for c in (plan.choices, *plan.others) for n in _sides(plan, c)]
         wide = [a for a in plan.grid if (plan.choices.tile(a) or 1) > 1]
         self.rows = frozenset(wide) - frozenset(plan.features)
         self.single = frozenset(plan.grid) - frozenset(wide)
