@@ -11,7 +11,7 @@ from ..errors import Unsupported
 from ..schedule import build
 from ..schedule.dtype import is_float
 from ..schedule.expr import Expr
-from .tensor import At, Indices, Number, Spec, Tensor, constant, element, integer, replaced
+from .tensor import ZERO, At, Indices, Number, Spec, Tensor, constant, element, integer, replaced
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -97,6 +97,16 @@ def _scatter(out: Spec, x: Tensor, dim: int, index: Tensor, src: Tensor | Number
     return at
 
 
+def _index_put(out: Spec, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> At:
+    """x[mask] = number, the mask being over some neighbouring dimensions of x."""
+    (d, mask), *others = ((d, t) for d, t in enumerate(indices) if t is not None)
+    if others or accumulate or mask.dtype != "bool" or values.numel != 1:
+        raise Unsupported("aten.index_put", "anything but one number, where one mask says so")
+    put = build.cast(values.at((ZERO,) * len(values.shape)), out.dtype)
+
+    return lambda idx: build.select(mask.at(idx[d : d + len(mask.shape)]), put, x.at(idx))
+
+
 def _index_select(out: Spec, x: Tensor, dim: int, index: Tensor) -> At:
     if not x.shape:
         return lambda idx: x.at(())
@@ -130,6 +140,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten._unsafe_index: _index,
     aten.gather: _gather,
     **dict.fromkeys((aten.scatter.src, aten.scatter.value), _scatter),
+    aten.index_put: _index_put,
     aten.index_select: _index_select,
     aten.embedding: _embedding,
 }

@@ -67,6 +67,17 @@ def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return s @ v
 
 
+def written_by_masks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scores under a mask over both sides, and rows under one over the batch and the queries, are written to."""
+    b, _, n, d = q.shape
+    i = torch.arange(n, device=q.device)
+    s = q @ k.mT / math.sqrt(d)
+    s[..., i[:, None] < i[None, :]] = -math.inf
+    out = (s.softmax(-1) @ v).transpose(1, 2).contiguous()
+    out[(i % 5 == 3).expand(b, n)] = 0
+    return out
+
+
 def baddbmm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     b, h, n, d = q.shape
     mask = torch.full((n, k.shape[-2]), -1e4, device=q.device, dtype=q.dtype).triu(1)
@@ -120,6 +131,7 @@ CASES = (
     Case("shifted_windows", shifted_windows, qkv()),
     Case("product_of_softmaxes", product_of_softmaxes, qkv()),
     Case("in_place", in_place, qkv()),
+    Case("written_by_masks", written_by_masks, qkv(b=2)),
     Case("baddbmm", baddbmm, qkv()),
     Case("cubic", cubic, qkv()),
     Case("expected_position", expected_position, qkv()),
