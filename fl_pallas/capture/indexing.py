@@ -11,7 +11,7 @@ from ..errors import Unsupported
 from ..schedule import build
 from ..schedule.dtype import is_float
 from ..schedule.expr import Expr
-from .tensor import ZERO, At, Indices, Number, Spec, Tensor, constant, element, integer, replaced
+from .tensor import At, Indices, Number, Spec, Tensor, constant, element, integer, replaced
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -102,9 +102,8 @@ def _index_put(out: Spec, x: Tensor, indices: Sequence[Tensor | None], values: T
     (d, mask), *others = ((d, t) for d, t in enumerate(indices) if t is not None)
     if others or accumulate or mask.dtype != "bool" or values.numel != 1:
         raise Unsupported("aten.index_put", "anything but one number, where one mask says so")
-    put = build.cast(values.at((ZERO,) * len(values.shape)), out.dtype)
-
-    return lambda idx: build.select(mask.at(idx[d : d + len(mask.shape)]), put, x.at(idx))
+    end = d + len(mask.shape)
+    return lambda idx: build.select(mask.at(idx[d:end]), element(values, idx, out.dtype), x.at(idx))
 
 
 def _index_select(out: Spec, x: Tensor, dim: int, index: Tensor) -> At:
