@@ -101,7 +101,7 @@ def _index_put(out: Spec, x: Tensor, indices: Sequence[Tensor | None], values: T
     """x[mask] = number, the mask being over some neighbouring dimensions of x."""
     (d, mask), *others = ((d, t) for d, t in enumerate(indices) if t is not None)
     if others or accumulate or mask.dtype != "bool" or values.numel != 1:
-        raise Unsupported("aten.index_put", "anything but one number, where one mask says so")
+        raise Unsupported("aten.index_put", "it is a selection only where one number is written under one mask")
     end = d + len(mask.shape)
     return lambda idx: build.select(mask.at(idx[d:end]), element(values, idx, out.dtype), x.at(idx))
 
