@@ -53,7 +53,7 @@ class Config:
     fallback: str = "torch"
     road: str = "auto"
     interpret: bool | None = None
-    tune: int = 6
+    tune: int = 8
     cache: str = ""
     cache_mb: int = 1024
     verify: bool = False

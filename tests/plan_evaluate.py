@@ -12,6 +12,7 @@ import torch
 from fl_pallas.capture import translate
 from fl_pallas.capture.aten import to_aten
 from fl_pallas.schedule.expr import Axis, Expr, Index, Ref, index
+from fl_pallas.schedule.interior import interior_steps
 from fl_pallas.schedule.pipeline import Schedule, schedule
 from fl_pallas.schedule.plan import Accumulator, KernelPlan, Loop, Step, bounds_of
 from fl_pallas.schedule.program import Program
@@ -120,7 +121,7 @@ class PlanRun:
         for start in range(first, last, side):
             new = self._tile(loop.steps, loop.axis, {**outer}, now, start, min(last, start + side))
             if loop.interior is not None and inner and start + side <= loop.axis.extent:
-                bare = self._tile(loop.interior.steps, loop.axis, {**outer}, now, start, start + side)
+                bare = self._tile(interior_steps(loop), loop.axis, {**outer}, now, start, start + side)
                 low, high = (x if x is not None else missing for x, missing in zip(inner, (0, last), strict=True))
                 within = (low <= start) & (start + side <= np.asarray(high))
                 new = {name: np.where(within, bare[name], x) for name, x in new.items()}

@@ -115,8 +115,7 @@ def _ptxas() -> tuple[int, ...]:
 def is_serial(cubin: Cubin) -> bool:
     """Whether ptxas lets each asynchronous matrix instruction end before the next begins.
 
-    It does so, with a warning that Triton keeps to itself, where an accumulator passes from one loop to another while
-    a product is under way.
+    It does so, with a warning that Triton keeps to itself, to kernels of several loops whose products add in place.
     """
     products = cubin.asm["ttgir"].count("warp_group_dot ")
     return products > 0 and _dumped(cubin.binary, "--dump-sass").count("WARPGROUP.ARRIVE") > products

@@ -22,9 +22,9 @@ SPILL = 64
 REGISTERS, WARPS, STEP, RESERVED = 65536, 64, 8, 1024
 # The first compute capability whose matrix instructions are asynchronous.
 ASYNCHRONOUS = 90
-# The part of its registers that a thread may be left with for another program to run beside, and the least of them:
-# with fewer there are programs enough, and ptxas may refuse.
-ENOUGH, LEAST = 0.9, 96
+# The part of its registers that a thread may be left with for another program to run beside: where tuning tells
+# whether it pays, and where it is taken unseen. With fewer than LEAST there are programs enough, and ptxas may refuse.
+TRIED, ENOUGH, LEAST = 0.7, 0.9, 96
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ def fitting(
       plan: with its choices, best first.
       lower: a plan to Triton IR.
       capability: compute capability of the device; 90 is sm_90.
-      count: how many are wanted; as many are compiled at once. With several, the first may come in two forms.
+      count: how many are wanted; as many are compiled at once. With several, the first may come in two forms, and
+        each with as many registers as it asks for and with fewer, for tuning to tell.
 
     Raises: Unsupported if none compiles and fits shared memory.
     """
@@ -54,32 +55,37 @@ def fitting(
     waiting = [(plan.choices, form) for form in (first, *more)] + [(c, first) for c in plan.others]
     count += len(more)
     fit: list[Fitted] = []
+    tighter: list[Fitted] = []
     spilling: list[Fitted] = []
     refusal: Unsupported | None = None
     while waiting and len(fit) < count:
         batch, waiting = waiting[: count - len(fit)], waiting[count - len(fit) :]
         with off_the_terminal():
-            tried = _tried(plan.name, batch, lowered, capability)
+            tried = _tried(plan.name, batch, lowered, capability, TRIED if count > 1 else ENOUGH)
         for made in tried:
             if isinstance(made, Unsupported):
                 refusal = refusal or made
-            elif made.cubin.stack > SPILL:
-                spilling.append(made)
-            else:
-                fit.append(made)
+                continue
+            first, *fewer = made
+            (spilling if first.cubin.stack > SPILL else fit).append(first)
+            tighter += [f for f in fewer if f.cubin.stack <= SPILL]
     if fit:
-        return tuple(fit)
+        return (*fit, *(tighter if count > 1 else ()))
     if not spilling:
         raise refusal or Unsupported(plan.name, "it has no choices")
     return (min(spilling, key=lambda f: f.cubin.stack),)
 
 
 def _tried(
-    name: str, batch: Iterable[tuple[Choices, bool]], lower: Callable[[Choices], Lowered], capability: int
-) -> list[Fitted | Unsupported]:
-    """Choices and whether products add in place, compiled; or why not."""
+    name: str,
+    batch: Iterable[tuple[Choices, bool]],
+    lower: Callable[[Choices], Lowered],
+    capability: int,
+    enough: float,
+) -> list[tuple[Fitted, ...] | Unsupported]:
+    """Choices and whether products add in place, compiled: in one way or two; or why not."""
 
-    def one(candidate: tuple[Choices, bool]) -> Fitted | Unsupported:
+    def one(candidate: tuple[Choices, bool]) -> tuple[Fitted, ...] | Unsupported:
         choices, in_place = candidate
         try:
             lowered = simplified(lower(choices), capability) if in_place else lower(choices)
@@ -91,7 +97,11 @@ def _tried(
             have = f"sm_{capability} has {target.shared_bytes}"
             return Unsupported(name, f"{cubin.shared} bytes of shared memory, and {have}")
         fitted = Fitted(choices, lowered, cubin)
-        return _closer(fitted, target) or fitted
+        tighter = _tighter(fitted, target, enough)
+        if tighter is None:
+            return (fitted,)
+        free = tighter.cubin.stack <= cubin.stack and tighter.lowered.registers >= ENOUGH * cubin.registers
+        return (tighter,) if free else (fitted, tighter)
 
     batch = list(batch)
     if len(batch) == 1:
@@ -103,8 +113,8 @@ def _tried(
 def _forms(lowered: Lowered, capability: int, count: int) -> tuple[bool, ...]:
     """Whether to simplify a kernel, so that products add to their accumulators in place; or both, for tuning to tell.
 
-    In place takes fewer registers, and a product has to wait until its accumulator has been corrected. Not where an
-    accumulator passes from one loop to another, if ptxas would have all products wait for each other then.
+    In place takes fewer registers, and a product has to wait until its accumulator has been corrected. Not where ptxas
+    would have the products of several loops wait for each other then.
     """
     if capability >= ASYNCHRONOUS and lowered.ttir.count("scf.for") > 1:
         with contextlib.suppress(Unsupported):
@@ -113,18 +123,19 @@ def _forms(lowered: Lowered, capability: int, count: int) -> tuple[bool, ...]:
     return (True, False) if count > 1 and "tt.dot" in lowered.ttir else (True,)
 
 
-def _closer(fitted: Fitted, target: Target) -> Fitted | None:
-    """The kernel with a few registers less, if one more program fits beside it then and nothing is spilled."""
+def _tighter(fitted: Fitted, target: Target, enough: float) -> Fitted | None:
+    """The kernel with fewer registers, so that one more program fits beside it; None if none does for want of shared
+    memory, or of a part `enough` of its registers.
+    """
     cubin, threads = fitted.cubin, fitted.lowered.warps * WARP
     steps = -(-cubin.registers // STEP) * STEP
     programs = 1 + REGISTERS // (threads * steps)
     registers = REGISTERS // (threads * programs) // STEP * STEP
     room = min(WARPS // fitted.lowered.warps, (target.shared_bytes + RESERVED) // (cubin.shared + RESERVED))
-    if programs > room or registers < max(LEAST, ENOUGH * cubin.registers):
+    if programs > room or registers < max(LEAST, enough * cubin.registers):
         return None
     lowered = replace(fitted.lowered, registers=registers)
     try:
-        tighter = compile_ttir(lowered, cubin.capability)
+        return Fitted(fitted.choices, lowered, compile_ttir(lowered, cubin.capability))
     except Unsupported:  # some matrix instructions want more
         return None
-    return None if tighter.stack > cubin.stack else Fitted(fitted.choices, lowered, tighter)

@@ -7,7 +7,7 @@ rows, loop axes, head dimensions, features. An axis taken one index at a time le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,12 +74,16 @@ class Scope:
       sides: widths of their tiles.
       refs: references that have a value here.
       whole: axes whose current tile is known to lie inside of them.
+      bare: what expressions are where `interior` holds, for masks let the tile through whole there.
+      interior: a boolean, of which the program may know the value before it runs.
     """
 
     starts: dict[Axis, Array]
     sides: dict[Axis, int]
     refs: dict[str, Tile]
     whole: frozenset[Axis] = frozenset()
+    bare: Mapping[Expr, Expr] = field(default_factory=dict)
+    interior: Array | bool = False
     memo: dict[object, Tile] = field(default_factory=dict)
 
     def binds(self, e: Expr) -> bool:
@@ -183,7 +187,30 @@ class Evaluator:
 
     def eval(self, e: Expr) -> Tile:
         """`e` over its wide free axes."""
-        return self._memo(e, e, lambda: self._eval(e))
+        return self._memo(e, e, lambda: self._masked(e))
+
+    def _masked(self, e: Expr) -> Tile:
+        """`e`, its masks left out where the tile needs none."""
+        scope = next((s for s in reversed(self.scopes) if e in s.bare), None)
+        if scope is None or scope.interior is False:
+            return self._eval(e)
+        bare = self.eval(scope.bare[e])
+        axes = self.sorted_axes(free_axes(e))
+        if scope.interior is True:
+            return Tile(self.spread(bare, axes), axes)
+        if len(axes) < 2:
+            return self._eval(e)
+        for n in outer_loads(e):
+            if len(self.wide(free_axes(n))) < 2:
+                self._raw(n)  # in a branch it would not be loaded ahead
+
+        def masked() -> Array:
+            self.push({}, {})
+            tile = self._eval(e)
+            self.pop()
+            return self.spread(tile, axes).astype(bare.array.dtype)
+
+        return Tile(lax.cond(scope.interior, lambda: self.spread(bare, axes), masked), axes)
 
     def _memo(self, key: object, e: Expr, make: Callable[[], Tile]) -> Tile:
         for s in reversed(self.scopes):
@@ -498,6 +525,13 @@ class Evaluator:
         else:
             total = lax.fori_loop(0, steps, step, total)
         return Tile(total != 0 if r.kind in ("any", "all") else total, axes)
+
+
+def outer_loads(e: Expr) -> list[Load]:
+    """The loads of `e` that are not inside of a reduction."""
+    if isinstance(e, Load):
+        return [e]
+    return [] if isinstance(e, Reduce) else [n for c in children(e) for n in outer_loads(c)]
 
 
 def _inverse(e: Expr) -> float | None:

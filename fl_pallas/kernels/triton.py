@@ -25,6 +25,7 @@ from ..schedule.expr import (
     ref_names,
     walk,
 )
+from ..schedule.interior import bare
 from ..schedule.plan import Accumulator, Interior, KernelPlan, Loop, Step, bounds_of
 from .pointwise import POINTWISE
 from .tile import COMBINE, JNP, Evaluator, Operand, Scope, Tile, identity_of, seen
@@ -245,48 +246,47 @@ class _Program:
         return lax.div(self._extent(axis) + jnp.int32(side - 1), jnp.int32(side))
 
     def _loop(self, loop: Loop, outer: Scope) -> None:
-        """Run a loop: the tiles that need no mask, then the masked ones on both sides of them."""
+        """Run a loop; masks are left out of the tiles that need none."""
         ev, side = self.ev, self.plan.choices.tile(loop.axis) or 1
         names = [n for s in loop.steps for n in (s.name, f"{s.name}.old")]
         probe = Scope({loop.axis: jnp.int32(0)}, {loop.axis: side}, dict.fromkeys(names))  # type: ignore[arg-type]
         ev.hoist((e for s in loop.steps for e in _step_expressions(s)), probe)
 
-        def tile(steps: tuple[Step, ...], whole: bool, n: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        def tile(
+            n: Array, carry: tuple[Array, ...], interior: Array | bool = False, whole: bool = True
+        ) -> tuple[Array, ...]:
             scope = ev.push({loop.axis: n * jnp.int32(side)}, {loop.axis: side})
             scope.refs.update(dict.fromkeys(names))  # type: ignore[arg-type]
             scope.whole = frozenset((loop.axis,)) if whole else frozenset()
-            new = tuple(self._step(s, old, loop.axis, scope) for s, old in zip(steps, carry, strict=True))
+            scope.bare, scope.interior = unmasked, interior
+            new = tuple(self._step(s, old, loop.axis, scope) for s, old in zip(loop.steps, carry, strict=True))
             ev.pop()
             return new
-
-        def run(steps: tuple[Step, ...], first: Array, last: Array, carry: tuple, hole: tuple | None = None) -> tuple:
-            def body(n: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-                if hole is not None:
-                    n = n + jnp.where(n >= hole[0], hole[1] - hole[0], 0)
-                return tile(steps, True, n, carry)
-
-            size = 0 if hole is None else hole[1] - hole[0]
-            return lax.fori_loop(first, last - size, body, carry)
 
         carry = tuple(self._initial(s) for s in loop.steps)
         first, last = self._bounds(loop, side)
         # Tiles below this one lie inside of the axis whole.
         ragged = lax.div(self._extent(loop.axis), jnp.int32(side))
         whole = jnp.minimum(last, ragged)
+        unmasked = bare(loop)
         if loop.interior is None:
-            carry = run(loop.steps, first, whole, carry)
+            carry = lax.fori_loop(first, whole, tile, carry)
         else:
             start, stop = self._interior(loop, loop.interior, side, first, whole)
-            carry = run(loop.interior.steps, start, stop, carry)
-            if loop.interior.lower is None:
-                carry = run(loop.steps, stop, whole, carry)
+            if any(loads(bound) for bound in bounds_of(loop) if bound is not None):
+                # Threads are not known to agree where data says what is inside, and a branch takes longer then than a
+                # loop of its own. One more serves both sides of it.
+                def outside(n: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+                    return tile(n + jnp.where(n >= start, stop - start, 0), carry)
+
+                carry = lax.fori_loop(start, stop, lambda n, c: tile(n, c, True), carry)
+                carry = lax.fori_loop(first, whole - (stop - start), outside, carry)
             else:
-                # One loop over both sides: its code and its registers are not needed twice.
-                carry = run(loop.steps, first, whole, carry, (start, stop))
+                carry = lax.fori_loop(first, whole, lambda n, c: tile(n, c, (start <= n) & (n < stop)), carry)
         if loop.axis.size is not None or loop.axis.extent % side:
             # One tile, and no loop, which would take registers from the others, and make them test each index.
             there = (first <= ragged) & (ragged < last)
-            carry = lax.cond(there, lambda c: tile(loop.steps, False, ragged, c), lambda c: c, carry)
+            carry = lax.cond(there, lambda c: tile(ragged, c, whole=False), lambda c: c, carry)
         for s, x in zip(loop.steps, carry, strict=True):
             outer.refs[s.name] = self._tile(s, x)
 

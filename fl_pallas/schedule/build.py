@@ -329,30 +329,26 @@ def _substitute(
         body = _substitute(e.body, inner, replace, memo if same else {}, left)
         out = e if body is e.body else reduce(e.kind, axis, body, e.dtype)
     else:
-        args = tuple(_substitute(c, mapping, replace, memo, left) for c in children(e))
-        if args == children(e):
-            out = e
-        elif isinstance(e, Load):
-            out = load(e.source, args, e.dtype)
-        else:
-            out = op(e.name, *args, dtype=e.dtype)  # type: ignore[union-attr]
+        out = with_children(e, tuple(_substitute(c, mapping, replace, memo, left) for c in children(e)))
     memo[e] = out
     return out
+
+
+def with_children(e: Expr, args: tuple[Expr, ...]) -> Expr:
+    """The node `e` over other children, as simple as can be; itself if they are its own."""
+    if args == children(e):
+        return e
+    if isinstance(e, Reduce):
+        return reduce(e.kind, e.axis, args[0], e.dtype)
+    if isinstance(e, Load):
+        return load(e.source, args, e.dtype)
+    assert isinstance(e, Op)
+    return op(e.name, *args, dtype=e.dtype)
 
 
 def rewrite(e: Expr, rule: Callable[[Expr], Expr]) -> Expr:
     """`e` with `rule` applied to every node, children first; nodes that do not change are kept."""
     memo: dict[Expr, Expr] = {}
     for node in walk(e):
-        args = tuple(memo[c] for c in children(node))
-        if args == children(node):
-            out = node
-        elif isinstance(node, Reduce):
-            out = reduce(node.kind, node.axis, args[0], node.dtype)
-        elif isinstance(node, Load):
-            out = load(node.source, args, node.dtype)
-        else:
-            assert isinstance(node, Op)
-            out = op(node.name, *args, dtype=node.dtype)
-        memo[node] = rule(out)
+        memo[node] = rule(with_children(node, tuple(memo[c] for c in children(node))))
     return memo[e]

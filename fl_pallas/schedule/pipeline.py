@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from .passes.fuse import Fused, Output, fuse
 from .passes.group_rows import group_features, group_rows
 from .passes.grow_regions import Region, Rejected, grow_regions
 from .passes.lay_out import lay_out
-from .passes.part import part_outputs, ways_to_part
+from .passes.part import Kernel, part_outputs, ways_to_part
 from .passes.resolve_views import resolve_views
 from .passes.share import loading, share
 from .passes.skip_tiles import skip_tiles
@@ -27,7 +28,7 @@ from .passes.strength import by_element, without_divisions
 from .passes.tabulate import tabulate
 from .passes.unflatten import unflatten
 from .passes.weigh import cheapest
-from .plan import KernelPlan, Loop, Store
+from .plan import Choices, KernelPlan, Loop, Store
 from .program import Program
 from .target import HOPPER, Target
 from .text import fused_text, growth_text, plan_text, program_text
@@ -130,13 +131,18 @@ def _planned(
     loops = tuple(map(by_element, loading(loops, held)))
     parallel, loops, stores = group_rows(*group_features(parallel_axes(part), loops, stores))
 
+    @functools.cache
     def built(loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> KernelPlan:
         own = tuple(a for a in parallel if any(a in s.axes for s in stores))
         return build_plan(name, own, loops, stores, notes, compute, target)
 
-    ways = ways_to_part(loops, stores, parallel, f"{name}{number}", compute)
-    made = {kernel: built(*kernel) for way in ways for kernel in way}
-    kernels = cheapest([tuple(made[kernel] for kernel in way) for way in ways], target)
+    def covering(kernel: Kernel) -> Choices | None:
+        plan = built(*kernel)
+        covers = (c for c in (plan.choices, *plan.others) if all(a.extent <= (c.tile(a) or 1) for a in plan.features))
+        return next(covers, None)
+
+    ways = ways_to_part(loops, stores, parallel, f"{name}{number}", compute, covering)
+    kernels = cheapest([tuple(built(*kernel) for kernel in way) for way in ways], target)
     plans: list[KernelPlan] = []
     for kernel in kernels:
         *tables, plan = skip_tiles(replace(kernel, name=f"{name}{number + len(plans)}"))

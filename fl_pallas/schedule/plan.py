@@ -46,11 +46,15 @@ Step = Accumulator | Anchor
 
 @dataclass(frozen=True)
 class Interior:
-    """The part of a loop that masks let through whole: from `lower` up to `upper` (bounds as in Loop)."""
+    """The part of a loop that masks let through whole: from `lower` up to `upper` (bounds as in Loop).
+
+    Attributes:
+      constants: nodes of what the steps accumulate, a mask's test say, that are constants there.
+    """
 
     lower: Expr | None
     upper: Expr | None
-    steps: tuple[Step, ...]
+    constants: tuple[tuple[Expr, Expr], ...]
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Loop:
     `lower` and `upper` bound the indices that can contribute, as scalar expressions of `<axis>.first`
     and `<axis>.last`, the ends of the current tile of a grid axis; None where nothing is known. They
     may load tensors, and reduce over axes of their own, taken whole.
-    Tiles inside of `interior` take its steps, which differ only by masks left out.
+    Tiles inside of `interior` leave masks out.
 
     With `parts`, a grid axis, the range within the bounds is shared out: the program at index n of that axis
     runs its n-th part alone, in whole tiles. Parts may be empty.

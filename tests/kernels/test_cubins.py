@@ -132,10 +132,12 @@ def test_products_accumulate_in_place() -> None:
     assert added(simplified(lower(plan), 90)) == 0
 
 
-def test_products_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two loops that add to one accumulator: in place, its products would wait for each other."""
-    monkeypatch.setitem(globals(), "SEQ", 512)
-    ((plan, lower),) = kernels_of.__wrapped__("causal_where", torch.bfloat16)
+def test_products_overlap() -> None:
+    """Two loops with products, of latent attention's gradient: in place, they would wait for each other."""
+    case = BY_NAME["latent"]
+    inputs = [x.requires_grad_() for x in case.make_inputs(512, torch.bfloat16, "cpu")]
+    kernels = _kernels(case.target(torch.bfloat16, "cpu"), inputs)
+    ((plan, lower),) = [made for made in kernels if len(made[0].loops) > 1]
     assert is_serial(compile_ttir(simplified(lower(plan), 90), 90))
     (made,) = fitting(plan, lower, 90)
     assert not is_serial(made.cubin)
@@ -228,3 +230,19 @@ def test_makes_room_for_another_program(registers: int, cap: int, monkeypatch: p
     (found,) = fitting(plan, lambda _: made, 90)
     assert (found.lowered.registers, found.cubin.registers) == (cap, cap or registers)
     assert asked[-1] == cap
+
+
+@pytest.mark.parametrize("stack, forms", [(0, (0, 128)), (64, (0, 128)), (72, (0,))])
+def test_tuning_tells_whether_fewer_registers_pay(stack: int, forms: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs of 256 threads want 128 of 168 registers, which may spill a little; three would want 80."""
+    (plan, lower), *_ = kernels_of("vanilla", torch.bfloat16)
+    made = lower(plan.with_choices(replace(plan.choices, warps=8)))
+
+    def compiled(lowered: Lowered, capability: int) -> Cubin:
+        return Cubin(b"", capability, lowered.registers or 168, stack if lowered.registers else 0, 4096, {"ttgir": ""})
+
+    monkeypatch.setattr("fl_pallas.kernels.fit.compile_ttir", compiled)
+    (unseen,) = fitting(plan, lambda _: made, 90)
+    assert unseen.lowered.registers == 0
+    found = fitting(plan, lambda _: made, 90, count=2)
+    assert {f.lowered.registers for f in found} == set(forms)

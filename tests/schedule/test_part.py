@@ -20,9 +20,9 @@ def outputs_subtracted(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor
     return first @ v - scale * (second @ v)
 
 
-def doubled(d: int) -> list[Tensor]:
+def doubled(d: int, length: int = 2048) -> list[Tensor]:
     """q and k twice, v of twice their features, a factor."""
-    tensors = [torch.randn(2, 4, 2048, n, dtype=torch.bfloat16) for n in (d, d, d, d, 2 * d)]
+    tensors = [torch.randn(2, 4, length, n, dtype=torch.bfloat16) for n in (d, d, d, d, 2 * d)]
     return [*tensors, torch.tensor(0.2, dtype=torch.bfloat16)]
 
 
@@ -81,3 +81,27 @@ def test_sums_that_leave_no_registers_are_parted(fn: Callable, counts: list[int]
     """Of two softmaxes, the gradients of keys, of queries and of the values; of their difference, rows and columns."""
     _, backward = passes(fn, doubled(64))
     assert sorted(len(wide_sums(p)) for p in backward.kernels if wide_sums(p)) == counts
+
+
+def weights_subtracted(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor, scale: Tensor) -> Tensor:
+    first, second = ((q @ k.mT / 8).softmax(-1) for q, k in ((q1, k1), (q2, k2)))
+    return (first - scale * second) @ v
+
+
+@pytest.mark.parametrize("d, loops", [(64, [1]), (128, [1, 1, 0])])
+def test_results_of_wide_features_are_joined_apart(d: int, loops: list[int]) -> None:
+    """Two sums over 256 features have a kernel each; loading one behind the loop of the other would halve its tiles."""
+    with unrun():
+        (graph,) = fl.explain(weights_subtracted, *doubled(d, 4096)).graphs
+    assert [len(p.loops) for p in graph.kernels] == loops
+
+
+@pytest.mark.parametrize("length", [33, 100])
+def test_results_joined_apart_are_right(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = doubled(128, length)
+    monkeypatch.setattr("fl_pallas.schedule.pipeline.cheapest", lambda ways, _: ways[-1])
+    assert len(fl.explain(weights_subtracted, *inputs).kernels) == 3
+    ours = fl.compile(weights_subtracted)(*inputs).double()
+    exact = weights_subtracted(*(t.double() for t in inputs))
+    eager = weights_subtracted(*inputs).double()
+    assert (ours - exact).norm() <= 1.5 * (eager - exact).norm()

@@ -7,12 +7,13 @@ index expressions are solved for the loop axis; what a tile of the grid spans en
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ..build import FALSE, TRUE, negate, op, select, substitute
 from ..expr import Axis, Const, Expr, Index, Op, Reduce, Ref, children, const, free_axes, ref, walk
 from ..integer import Linear, bounds, linear
+from ..interior import constants
 from ..plan import Accumulator, Anchor, Interior, Loop, Step
 
 Range = tuple[Expr | None, Expr | None]  # first index that can contribute, and one past the last
@@ -36,7 +37,7 @@ def contribution(loop: Loop) -> Expr:
 
 
 def _interior(loop: Loop, tiled: frozenset[Axis]) -> Interior | None:
-    """The interval where every mask of the loop lets everything through, and the steps without masks."""
+    """The interval where every mask of the loop lets everything through."""
     replaced: dict[Expr, Expr] = {}
     lower: Expr | None = None
     upper: Expr | None = None
@@ -46,7 +47,7 @@ def _interior(loop: Loop, tiled: frozenset[Axis]) -> Interior | None:
             if found is not None:
                 replaced[test] = TRUE if kept else FALSE
                 lower, upper = narrowed(lower, found[0], "max"), narrowed(upper, found[1], "min")
-    return Interior(lower, upper, substituted(loop.steps, replaced)) if replaced else None
+    return Interior(lower, upper, constants(loop.steps, lambda e: substitute(e, {}, replaced))) if replaced else None
 
 
 def masks(steps: tuple[Step, ...]) -> Iterator[tuple[Expr, bool]]:
@@ -64,13 +65,6 @@ def masks(steps: tuple[Step, ...]) -> Iterator[tuple[Expr, bool]]:
                 hidden = tuple(c.value == -math.inf for c in (then, other))
                 if any(hidden):
                     yield test, hidden[1]
-
-
-def substituted(steps: tuple[Step, ...], outcomes: Mapping[Expr, Expr]) -> tuple[Step, ...]:
-    """`steps` with nodes of what they accumulate, a mask's tests say, replaced by their outcomes."""
-    return tuple(
-        replace(s, update=substitute(s.update, {}, outcomes)) if isinstance(s, Accumulator) else s for s in steps
-    )
 
 
 def narrowed(a: Expr | None, b: Expr | None, name: str) -> Expr | None:

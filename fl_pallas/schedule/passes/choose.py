@@ -102,14 +102,16 @@ def width(n: Load) -> int:
 # (row, column, warps, stages), best first, as measured on an H200 by benchmarks/probe_tiles.py.
 PREFERRED = (
     (64, 64, 4, 3),
-    (128, 128, 4, 3),
+    (128, 64, 8, 3),
+    (64, 64, 4, 2),
+    (256, 64, 8, 3),
+    (128, 64, 4, 2),
+    (128, 64, 4, 3),
+    (64, 128, 4, 2),
     (64, 32, 4, 3),
     (128, 32, 4, 3),
-    (64, 64, 4, 2),
     (128, 128, 8, 3),
     (64, 64, 8, 2),
-    (128, 64, 8, 3),
-    (64, 128, 8, 2),
     (64, 32, 8, 3),
     (32, 64, 4, 3),
     (32, 32, 4, 3),
@@ -147,6 +149,7 @@ def choose(
       bytes_: size of the widest multiplied element.
       target: the device to fit.
     """
+
     # Wide features are better halved than the tile of rows, although each half computes the weights again.
     halved = _with_features(kinds, stores, MAX_FEATURES // 2) if _can_halve(stores) else None
     whole = _with_features(kinds, stores, MAX_FEATURES)
@@ -237,7 +240,17 @@ def _registers(
     if len(loops) == 1:
         body = max(body, _products(loops[0], tiles, tiled))
     final = max((_largest(s.expr, tiles, tiled) for s in stores), default=0)
+    if loops:
+        final = max(final, held + max((_loaded_last(s.expr, tiles, features) for s in stores), default=0))
     return max(held + body, final)
+
+
+def _loaded_last(e: Expr, tiles: dict[Axis, int], features: frozenset[Axis]) -> int:
+    """Registers of the tiles of rows by features that an output takes from memory: as they come, and in the layout of
+    what the loop has summed.
+    """
+    wide = [n for n in loads(e) if is_float(n.dtype) and free_axes(n) & features]
+    return sum(math.ceil(_size(free_axes(n), tiles) * (1 + itemsize(n.dtype) / 4)) for n in wide)
 
 
 def _live(loop: Loop, tiles: dict[Axis, int], tiled: frozenset[Axis], features: frozenset[Axis]) -> int:

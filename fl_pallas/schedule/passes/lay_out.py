@@ -104,8 +104,11 @@ def _rewritten(plan: KernelPlan, rule: Callable[[Expr], Expr]) -> KernelPlan:
         return replace(s, value=rewrite(s.value, rule))
 
     def of_loop(loop: Loop) -> Loop:
-        inner = loop.interior and replace(loop.interior, steps=tuple(map(of_step, loop.interior.steps)))
+        inner = loop.interior and replace(loop.interior, constants=tuple(map(of_pair, loop.interior.constants)))
         return replace(loop, steps=tuple(map(of_step, loop.steps)), interior=inner)
+
+    def of_pair(pair: tuple[Expr, Expr]) -> tuple[Expr, Expr]:
+        return rewrite(pair[0], rule), rewrite(pair[1], rule)
 
     stores = tuple(replace(s, expr=rewrite(s.expr, rule)) for s in plan.stores)
     return replace(plan, loops=tuple(map(of_loop, plan.loops)), stores=stores)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from ..build import substitute
-from ..expr import Axis, Expr, Reduce, Ref, children, free_axes, index, load, ref_names, walk
-from ..plan import Accumulator, Loop, Step, Store
+from ..dtype import is_float
+from ..expr import Axis, Expr, Reduce, Ref, children, free_axes, index, load, loads, ref_names, walk
+from ..plan import Accumulator, Choices, Loop, Step, Store
 from .choose import roles
 from .fuse import Fused, Output
 from .stream import parallel_axes, stream
@@ -33,19 +34,30 @@ def part_outputs(fused: Fused, compute: str) -> tuple[Fused, ...]:
 
 
 def ways_to_part(
-    loops: tuple[Loop, ...], stores: tuple[Store, ...], parallel: tuple[Axis, ...], name: str, compute: str
+    loops: tuple[Loop, ...],
+    stores: tuple[Store, ...],
+    parallel: tuple[Axis, ...],
+    name: str,
+    compute: str,
+    tiles: Callable[[Kernel], Choices | None],
 ) -> tuple[tuple[Kernel, ...], ...]:
     """Kernels that together do what one would, in several ways: that one; its chains; its outputs; chains of those.
 
     Args:
       parallel: axes of the outputs.
       name: what the names of further stores begin with.
+      tiles: what a kernel would choose to cover its features with.
     """
     whole = ((loops, stores),)
     ways: list[tuple[Kernel, ...]] = []
     for kernels in (whole, part_stores(loops, stores, parallel)):
-        chains = [part_chains(*k, parallel, f"{name}_{n}", compute) for n, k in enumerate(kernels)]
-        ways += [kernels, tuple(c for parts in chains for c in parts)]
+        chains: list[Kernel] = []
+        for n, kernel in enumerate(kernels):
+            *first, last = part_chains(*kernel, parallel, f"{name}_{n}", compute)
+            apart = part_join(*last, parallel, f"{name}_{n}", compute) if first else (last,)
+            # What is taken along at the end may leave registers for smaller tiles only.
+            chains += [*first, *(apart if tiles(apart[0]) != tiles(last) else (last,))]
+        ways += [kernels, tuple(chains)]
     return tuple(dict.fromkeys(ways))
 
 
@@ -101,26 +113,49 @@ def part_chains(
     if not others or _reductions(chain) & _reductions(others):
         return ((loops, stores),)
     own = frozenset(s.name for s in chain)
+    kept, rest = _stored(stores, lambda e: ref_names(e) <= own, parallel, f"{name}_p", compute)
+    return ((Loop(loop.axis, chain),), kept), ((Loop(loop.axis, others),), rest)
+
+
+def part_join(
+    loops: tuple[Loop, ...], stores: tuple[Store, ...], parallel: tuple[Axis, ...], name: str, compute: str
+) -> tuple[Kernel, ...]:
+    """Before: a loop, and results of its sums and of features from memory. After: a kernel that stores the sums; one,
+    without a loop, that makes those results.
+    """
+    features = frozenset(roles(parallel, loops, stores).features)
+
+    def is_own(e: Expr) -> bool:
+        return not any(is_float(n.dtype) and features & free_axes(n) for n in loads(e))
+
+    joining = tuple(s for s in stores if not is_own(s.expr))
+    if not joining:
+        return ((loops, stores),)
+    kept, rest = _stored(joining, is_own, parallel, f"{name}_q", compute)
+    return (loops, (*(s for s in stores if s not in joining), *kept)), ((), rest)
+
+
+def _stored(
+    stores: tuple[Store, ...], is_own: Callable[[Expr], bool], parallel: tuple[Axis, ...], name: str, compute: str
+) -> tuple[tuple[Store, ...], tuple[Store, ...]]:
+    """What `stores` need of a loop, as far as `is_own` says, as stores of their own; and `stores` that load it."""
     kept: dict[Expr, Store] = {}
 
     def visit(e: Expr) -> None:
-        names = ref_names(e)
-        if names and names <= own and e not in kept:
+        if not ref_names(e) or e in kept:
+            return
+        if is_own(e):
             axes = tuple(a for a in parallel if a in free_axes(e))
-            kept[e] = Store(f"{name}_p{len(kept)}", axes, compute, e)
-        elif names & own and not names <= own:
+            kept[e] = Store(f"{name}{len(kept)}", axes, compute, e)
+        else:
             for c in children(e):
                 visit(c)
 
     for s in stores:
         visit(s.expr)
     loaded: dict[Expr, Expr] = {e: load(s.name, tuple(map(index, s.axes)), s.dtype) for e, s in kept.items()}
-    first = (Loop(loop.axis, chain),), tuple(kept.values())
-    second = (
-        (Loop(loop.axis, others),),
-        tuple(Store(s.name, s.axes, s.dtype, substitute(s.expr, {}, loaded), s.dims) for s in stores),
-    )
-    return first, second
+    rest = tuple(Store(s.name, s.axes, s.dtype, substitute(s.expr, {}, loaded), s.dims) for s in stores)
+    return tuple(kept.values()), rest
 
 
 def _chain(steps: tuple[Step, ...]) -> tuple[Step, ...]:

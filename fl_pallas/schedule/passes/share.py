@@ -13,8 +13,8 @@ from dataclasses import replace
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Reduce, free_axes, index, load, loads, reductions, ref_names, walk
 from ..inner import as_product, power_of_two
+from ..interior import substituted
 from ..plan import Accumulator, Choices, KernelPlan, Loop, Store
-from .bound_loops import substituted
 from .choose import MIN_TILE, roles
 from .fuse import Fused
 from .stream import parallel_axes, stream

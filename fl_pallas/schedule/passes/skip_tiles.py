@@ -30,10 +30,11 @@ from ..expr import (
     walk,
 )  # fmt: skip
 from ..inner import MAX_WHOLE, power_of_two
+from ..interior import constants, interior_steps
 from ..plan import Accumulator, Choices, Interior, KernelPlan, Loop, Store, bounds_of
 from ..spans import Span, truth
 from ..text import expr_text
-from .bound_loops import contribution, masks, narrowed, substituted
+from .bound_loops import contribution, masks, narrowed
 
 # Below this extent a loop has too few tiles to pay for a kernel that looks at the masks' data, unless there are many
 # such loops: at the second extent, with so many scores in all.
@@ -48,16 +49,23 @@ def skip_tiles(plan: KernelPlan) -> tuple[KernelPlan, ...]:
     """`plan` alone, or the kernel that summarises the data of its masks, and `plan` with bounds that read it."""
     if not any(_pays(loop, plan) for loop in plan.loops):
         return (plan,)
-    tables = _Tables(plan)
+    # Fine summaries save more than wide tiles.
+    narrow = replace(plan, others=tuple(c for c in plan.others if max(_sides(plan, c), default=1) <= 2 * MIN_GRANULE))
+    tables = _Tables(narrow)
     loops = tuple(_bounded(loop, tables) for loop in plan.loops)
-    plan = replace(plan, loops=loops)
     made = tables.kernel({n.source for loop in loops for e in bounds_of(loop) if e for n in loads(e)})
     if made is None:
-        return (plan,)
+        return (replace(plan, loops=loops),)
+    plan = replace(narrow, loops=loops)
     steps = [s for s in made.loops[0].steps if isinstance(s, Accumulator)]
     read = ", ".join(dict.fromkeys(expr_text(s.update) for s in steps))
     note = f"empty tiles are skipped by what {made.name} finds, {tables.granule} indices at a time, in {read}"
     return made, replace(plan, notes=(*plan.notes, note))
+
+
+def _sides(plan: KernelPlan, choices: Choices) -> list[int]:
+    """Tiles of the grid's axes, features apart."""
+    return [choices.tile(a) or 1 for a in plan.grid if a not in plan.features]
 
 
 def _pays(loop: Loop, plan: KernelPlan) -> bool:
@@ -90,8 +98,7 @@ def _interior(loop: Loop, known: _Known) -> Interior | None:
     """The interior of `loop`, within the first run of granules that all masks on data let through whole."""
     everywhere = TRUE
     replaced: dict[Expr, Expr] = {}
-    steps = loop.interior.steps if loop.interior else loop.steps
-    for test, kept in masks(steps):
+    for test, kept in masks(interior_steps(loop)):
         certain, _ = truth(test if kept else negate(test), known.span, known.parts)
         if loop.axis in free_axes(test) and known.tables.reads(certain):
             replaced[test] = TRUE if kept else FALSE
@@ -105,7 +112,9 @@ def _interior(loop: Loop, known: _Known) -> Interior | None:
     upper = reduce("min", known.granules, select(beyond, start, end), "i64")
     if loop.interior is not None:
         lower, upper = narrowed(loop.interior.lower, lower, "max"), narrowed(loop.interior.upper, upper, "min")
-    return Interior(lower, upper, substituted(steps, replaced))
+    before = dict(loop.interior.constants) if loop.interior else {}
+    found = constants(loop.steps, lambda e: substitute(substitute(e, {}, before), {}, replaced))
+    return Interior(lower, upper, found)
 
 
 class _Known:
@@ -182,7 +191,7 @@ class _Tables:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        sides = [c.tile(a) or 1 for c in (plan.choices, *plan.others) for a in plan.grid if a not in plan.features]
+        sides = [n for c in (plan.choices, *plan.others) for n in _sides(plan, c)]
         wide = [a for a in plan.grid if (plan.choices.tile(a) or 1) > 1]
         self.rows = frozenset(wide) - frozenset(plan.features)
         self.single = frozenset(plan.grid) - frozenset(wide)
