@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .corpus import basic, fallbacks, further, masks, normalisers, outputs, research, science, scores
+from .corpus import basic, fallbacks, further, masks, models, normalisers, outputs, research, science, scores
 from .corpus.case import Case, Draw
 
 __all__ = ["BY_NAME", "CORPUS", "FALLBACKS", "FUSED", "Case", "Draw"]
@@ -16,6 +16,7 @@ FUSED: tuple[Case, ...] = (
     *science.CASES,
     *further.CASES,
     *research.CASES,
+    *models.CASES,
 )
 FALLBACKS: tuple[Case, ...] = fallbacks.CASES
 CORPUS: tuple[Case, ...] = (*FUSED, *FALLBACKS)

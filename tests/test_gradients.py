@@ -42,6 +42,8 @@ QUADRATIC = {
     "relative_keys": _TABLE,
     "disentangled": _TABLE,
     "talking_heads": _NESTED,
+    "transformer_xl": _NESTED,
+    "xlnet": _NESTED,
     "bahdanau": _NESTED,
     "differential_paper": _NESTED,
     "value_variance_centred": _NESTED,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,8 @@ def _eye(out: Spec, *_: Any, **__: Any) -> At:
     return lambda idx: build.cast(integer("eq", idx[0], idx[1]), out.dtype)
 
 
-def _position(index: Tensor, idx: Indices) -> Expr:
+def position(index: Tensor, idx: Indices) -> Expr:
+    """The element of an index tensor, broadcast to the dimensions of `idx`."""
     if index.dtype in ("bool", "u8"):
         raise Unsupported("aten.index", "a mask as an index: its shape depends on data")
     return element(index, idx, "i64")
@@ -60,16 +61,22 @@ def _index(out: Spec, x: Tensor, indices: Sequence[Tensor | None]) -> At:
     index tensors are not neighbours.
     """
     given = {d: t for d, t in enumerate(indices) if t is not None}
-    lead = min(given) if max(given) - min(given) + 1 == len(given) else 0
-    rank = max(len(t.shape) for t in given.values())
+    lead, extents = index_dims(given)
+    rank = len(extents)
 
     def at(idx: Indices) -> Expr:
         where, rest = idx[lead : lead + rank], iter((*idx[:lead], *idx[lead + rank :]))
         return x.at(
-            tuple(_wrapped(_position(given[d], where), n) if d in given else next(rest) for d, n in enumerate(x.shape))
+            tuple(_wrapped(position(given[d], where), n) if d in given else next(rest) for d, n in enumerate(x.shape))
         )
 
     return at
+
+
+def index_dims(given: Mapping[int, Tensor]) -> tuple[int, tuple[int, ...]]:
+    """Where the common dimensions of index tensors stand in what is read at them, and their extents."""
+    lead = min(given) if max(given) - min(given) + 1 == len(given) else 0
+    return lead, tuple(torch.broadcast_shapes(*(t.shape for t in given.values())))
 
 
 def _wrapped(i: Expr, extent: int) -> Expr:
@@ -80,41 +87,18 @@ def _gather(out: Spec, x: Tensor, dim: int, index: Tensor, **_: Any) -> At:
     if not x.shape:
         return lambda idx: x.at(())
     d = dim % len(x.shape)
-    return lambda idx: x.at(replaced(idx, d, _position(index, idx)))
-
-
-def _scatter(out: Spec, x: Tensor, dim: int, index: Tensor, src: Tensor | Number, **_: Any) -> At:
-    """One place along `dim` for each index along the others: the gradient of a maximum, a one-hot row."""
-    d = dim % max(1, len(x.shape))
-    if not x.shape or index.shape != (*x.shape[:d], 1, *x.shape[d + 1 :]):
-        raise Unsupported("aten.scatter", "several places, or a part of the tensor")
-
-    def at(idx: Indices) -> Expr:
-        first = replaced(idx, d, build.const(0, "i64"))
-        put = element(src, first, out.dtype) if isinstance(src, Tensor) else constant(src, out.dtype)
-        return build.select(integer("eq", idx[d], _position(index, first)), put, x.at(idx))
-
-    return at
-
-
-def _index_put(out: Spec, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> At:
-    """x[mask] = number, the mask being over some neighbouring dimensions of x."""
-    (d, mask), *others = ((d, t) for d, t in enumerate(indices) if t is not None)
-    if others or accumulate or mask.dtype != "bool" or values.numel != 1:
-        raise Unsupported("aten.index_put", "it is a selection only where one number is written under one mask")
-    end = d + len(mask.shape)
-    return lambda idx: build.select(mask.at(idx[d:end]), element(values, idx, out.dtype), x.at(idx))
+    return lambda idx: x.at(replaced(idx, d, position(index, idx)))
 
 
 def _index_select(out: Spec, x: Tensor, dim: int, index: Tensor) -> At:
     if not x.shape:
         return lambda idx: x.at(())
     d = dim % len(x.shape)
-    return lambda idx: x.at(replaced(idx, d, _position(index, (idx[d],))))
+    return lambda idx: x.at(replaced(idx, d, position(index, (idx[d],))))
 
 
 def _embedding(out: Spec, weight: Tensor, indices: Tensor, *_: Any) -> At:
-    return lambda idx: weight.at((_position(indices, idx[:-1]), idx[-1]))
+    return lambda idx: weight.at((position(indices, idx[:-1]), idx[-1]))
 
 
 _EMPTY = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided)
@@ -138,8 +122,6 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.index: _index,
     aten._unsafe_index: _index,
     aten.gather: _gather,
-    **dict.fromkeys((aten.scatter.src, aten.scatter.value), _scatter),
-    aten.index_put: _index_put,
     aten.index_select: _index_select,
     aten.embedding: _embedding,
 }

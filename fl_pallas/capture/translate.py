@@ -10,7 +10,9 @@ import torch
 from torch.fx.node import Node, map_arg
 
 from ..errors import SourceLoc, Unsupported
-from ..schedule.expr import Expr, const, index, load
+from ..schedule.build import substitute
+from ..schedule.expr import Expr, Index, const, index, load
+from ..schedule.integer import linear
 from ..schedule.program import Program, Value, reads_of, value_axes
 from . import reduction
 from .dtypes import short_dtype
@@ -131,7 +133,7 @@ class _Translation:
             why = self.refusals[node] = f"element type {val.dtype}"
         else:
             self.refusals.pop(node, None)
-            self.results[node] = _loaded(node.name, shape, dtype)
+            self.results[node] = _progression(expr, shape, dtype) or _loaded(node.name, shape, dtype)
         reads = self._reads(node) if expr is None else reads_of(expr)
         self.values[node.name] = Value(
             node.name,
@@ -154,6 +156,14 @@ class _Translation:
 
 def _loaded(name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
     return Tensor(shape, dtype, lambda idx: load(name, idx, dtype))
+
+
+def _progression(expr: Expr | None, shape: tuple[int, ...], dtype: str) -> Tensor | None:
+    """What an `arange` and sums of such are read as: a linear form of the indices, which says where a gradient goes."""
+    if expr is None or dtype != "i64" or not all(isinstance(atom, Index) for atom in linear(expr)[0]):
+        return None
+    axes = value_axes(shape)
+    return Tensor(shape, dtype, lambda idx: substitute(expr, dict(zip(axes, idx, strict=True))))
 
 
 def _nodes(arg: Any) -> list[Node]:

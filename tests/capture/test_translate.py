@@ -270,7 +270,63 @@ INDEXING = {
         torch.tensor([0, 0, 1, 1]),
     ),
     "one_hot": lambda: (lambda i: (i[:, None] == torch.arange(5)).long(), torch.tensor([3, 1])),
+    "put": lambda: (
+        lambda a, b: (
+            a.index_copy(1, torch.arange(0, 4, 2), b[:, :2]),
+            a.index_add(0, 2 - torch.arange(3), b),
+            a.index_fill(1, torch.arange(-2, 0), 7.0),
+            a.index_put((torch.arange(3), torch.arange(3) + 1), b[:, 0], accumulate=True),
+            a.index_put((torch.arange(2)[:, None] * 2, 3 - torch.arange(3)), b[:2, :3]),
+            a.index_put((a > 0.5,), torch.tensor(0.0, dtype=a.dtype)),
+        ),
+        X,
+        x64(3, 4),
+    ),
+    "put_apart": lambda: (_put_apart, x64(2, 3, 4), x64(2, 3)),
+    "scatter": lambda: (
+        lambda a, b: (
+            a.scatter(1, (3 - torch.arange(2)).expand(3, 2), b[:, :2].contiguous()),
+            a.scatter_add(1, (torch.arange(3)[:, None] + torch.arange(2)).clone(), b[:, :2].contiguous()),
+            a.scatter_add(0, (2 - torch.arange(3)[:, None]).repeat(1, 4), b),
+        ),
+        X,
+        x64(3, 4),
+    ),
+    "scatter_one": lambda: (
+        lambda a, i: (a.scatter(1, i, 2.0), a.scatter(1, i, a[:, :1]), a.scatter_add(1, i, a[:, :1])),
+        X,
+        torch.tensor([[3], [0], [2]]),
+    ),
 }
+
+
+def _put_apart(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    i, first, second = torch.arange(2), a.clone(), a.clone()
+    first[i, :, i * 2] = b
+    second[:, 2 - i[:, None], i] += b[:, :2, None]
+    return first, second
+
+
+PUT_ANYWHERE = {
+    "data": lambda a, i: a.index_put((i,), a[:2]),
+    "added to one": lambda a, i: a.index_put(
+        (torch.arange(4)[:, None] - torch.arange(4) + 3,), a[0, 0], accumulate=True
+    ),
+    "two masks": lambda a, i: a.index_put((a[:, 0] > 0, a[0] > 0), a[0, 0]),
+    "values under a mask": lambda a, i: a.index_put((a > 0,), a.flatten()),
+    "around zero": lambda a, i: a.index_put((torch.arange(-1, 2),), a),
+    "a part": lambda a, i: a.scatter(1, torch.arange(2)[None], a[:1, :2]),
+}
+
+
+@pytest.mark.parametrize("name", PUT_ANYWHERE)
+def test_writes_whose_source_is_not_known_stay_with_pytorch(name: str) -> None:
+    a = x64(8, 4)[: 3 if name == "around zero" else 8]
+    program = program_of(PUT_ANYWHERE[name], a, torch.tensor([1, 1]))
+    (last,) = program.outputs
+    assert program.by_name[last].expr is None
+    assert program.by_name[last].why
+
 
 REDUCTIONS = {
     "sum": lambda: (

@@ -75,6 +75,7 @@ def grow_regions(program: Program) -> Growth:
     grown: list[Seed] = []
     rejected: list[Rejected] = []
     tried: list[tuple[Seed, Blocker | None]] = []
+    given = max((v.numel for v in program.values if v.op == "input"), default=0)
     for seed in chosen:
         blocker = _grow(program, seed)
         free = _narrowed(program, seed) if blocker else None
@@ -87,15 +88,18 @@ def grow_regions(program: Program) -> Growth:
         if blocker is not None and blocker[1] is RETURNED and (other := turned(program, seed)) is not None:
             # What both sides share may be what is reduced: s[i, j] + v[j, d], by max over j.
             seed, blocker = (other, None) if _grow(program, other) is None else (seed, blocker)
-        if blocker is not None and is_larger(program, seed) and _spares(program, seed):
-            # It reaches memory in any case, but once, and what the region reduces is spared.
-            if blocker[1] is not RETURNED:
-                read = max((program.by_name[root_of(program, r)] for r in blocker[0].reads), key=lambda v: v.numel)
-                why = f"{blocker[1]}; a kernel stores what it reads"
-                rejected.append(Rejected(read, blocker[0], why, read.numel * itemsize(read.dtype), fused=True))
-            else:
+        if blocker is not None and blocker[1] is RETURNED:
+            if is_larger(program, seed) and _spares(program, seed):
+                # It reaches memory in any case, but once, and what the region reduces is spared.
                 _end_before_projections(program, seed)
-            blocker = None
+                blocker = None
+        elif blocker is not None:
+            read = max((program.by_name[root_of(program, r)] for r in blocker[0].reads), key=lambda v: v.numel)
+            if (is_larger(program, seed) or read.numel < seed.value.numel) and _spares(program, seed):
+                if read.numel > given:
+                    why = f"{blocker[1]}; a kernel stores what it reads"
+                    rejected.append(Rejected(read, blocker[0], why, read.numel * itemsize(read.dtype), fused=True))
+                blocker = None
         if blocker is None:
             grown.append(seed)
         elif seed.rows and seed.cols:
@@ -193,6 +197,7 @@ def _add_member(program: Program, v: Value, seed: Seed) -> bool:
     The member is written in terms of the seed, so that views in between leave no trace: it is large
     where one load of the seed still has an index along its rows and another along its columns. One
     axis stands for both only if it was flattened from them, which a division in the indices shows.
+    What is reduced along one side is not large for an index that it has of the other (a relative shift).
     """
     assert v.expr is not None
     found = {n: inline_load(n, seed.members[n.source]) for n in loads(v.expr) if n.source in seed.members}
@@ -204,10 +209,13 @@ def _add_member(program: Program, v: Value, seed: Seed) -> bool:
     large = False
     for node in loads(member.expr):  # type: ignore
         if node.source == seed.value.name:
-            along_rows, along_cols = (own & _indexing(node, seed.value, side) for side in (seed.rows, seed.cols))
+            every = [_indexing(node, seed.value, side) for side in (seed.rows, seed.cols)]
+            along_rows, along_cols = (own & axes for axes in every)
             rows, cols = rows | along_rows, cols | along_cols
             if seed.rows and seed.cols:
-                large |= bool(along_rows and along_cols) and (len(along_rows | along_cols) > 1 or divides(node))
+                reduced = (along_cols <= along_rows and every[1] - own) or (along_rows <= along_cols and every[0] - own)
+                diagonal = len(along_rows | along_cols) == 1 and not divides(node)
+                large |= bool(along_rows and along_cols) and not (reduced or diagonal)
             else:
                 # A side of extent 1 leaves no axis to look for.
                 large |= bool(along_rows | along_cols)

@@ -139,19 +139,21 @@ def _asks_again(program: Program, v: Value) -> bool:
 
 
 def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
-    """Whether the product that reduces `seed` is itself a blow-up at least as large.
+    """Whether the product that reduces `seed`, or a part of it, is itself a blow-up at least as large as that.
 
-    Then `seed` is part of an operand (the angles of a rotary embedding), which that region may compute or read.
+    Then `seed` is part of an operand (the angles of a rotary embedding, queries and keys that are normalised), which
+    that region may compute or read.
     """
-    v, larger = seed.value, {s.value.name for s in seeds if s is not seed and s.value.numel >= seed.value.numel}
+    others = {s.value.name for s in seeds if s is not seed}
     seen: set[str] = set()
-    stack = [v.name]
+    stack = [seed.value.name]
     while stack:
-        for user in set(program.users[stack.pop()]) - seen:
+        part = program.by_name[stack.pop()]
+        for user in set(program.users[part.name]) - seen:
             seen.add(user)
             u = program.by_name[user]
             if u.expr is not None and reductions(u.expr):
-                if user in larger:
+                if user in others and u.numel >= part.numel:
                     return True
             elif u.expr is not None:
                 stack.append(user)
@@ -185,10 +187,16 @@ def _is_table(program: Program, v: Value) -> bool:
 
 
 def has_weight(program: Program, v: Value) -> bool:
-    """Whether an operand of the product is a parameter, or a matrix where the other has batch axes."""
+    """Whether an operand of the product is a parameter, or a matrix where the other has batch axes, or made of such."""
     sources = [program.by_name[r] for r in v.reads if is_float(program.by_name[r].dtype)]
     rank = max((len(s.axes) for s in sources), default=0)
-    return any(s.op == "parameter" or (s.op == "input" and len(s.axes) == 2 and rank > 2) for s in sources)
+    return any(_is_weight(program, s, rank) for s in sources)
+
+
+def _is_weight(program: Program, v: Value, rank: int) -> bool:
+    if v.expr is None or not v.reads:
+        return v.op == "parameter" or (v.op == "input" and len(v.axes) == 2 < rank)
+    return len(v.axes) == 2 and all(_is_weight(program, program.by_name[r], rank) for r in v.reads)
 
 
 def _path(program: Program, v: Value) -> tuple[bool, bool]:

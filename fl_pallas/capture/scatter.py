@@ -1,0 +1,143 @@
+"""Tensors written at positions: the gradients of what `indexing` reads.
+
+An element of the result has to know which value, if any, goes to it. So the positions are one for each index along the
+other dimensions, or linear in the places of the values (ranges, flipped, shifted, along a diagonal) and all different.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import Unsupported
+from ..schedule import build
+from ..schedule.expr import Axis, Expr, Index, free_axes, index, loads
+from ..schedule.integer import linear, linear_bounds
+from .indexing import index_dims, position
+from .tensor import ZERO, At, Indices, Number, Spec, Tensor, constant, element, fresh_axis, integer, replaced
+
+aten = torch.ops.aten
+
+
+def _found(wanted: Iterable[tuple[Expr, Expr, int]], places: Sequence[Axis]) -> tuple[Expr, Indices]:
+    """Whether a value goes to certain positions, and the place that it comes from.
+
+    Args:
+      wanted: for some dimensions the position, the position that a value goes to by its place, and the extent.
+      places: the axes of the values.
+
+    Raises: Unsupported, unless positions are linear in the places, and no two places have the same.
+    """
+    found: dict[Axis, Expr] = {p: ZERO for p in places if p.extent == 1}
+    here: Expr = build.TRUE
+    left = [(target, *_positive(i, n)) for target, i, n in wanted]
+    while left:
+        # The one with the fewest unknowns: none is a test, one gives a place, and two have to wait for another's.
+        target, terms, c = min(left, key=lambda w: len(_unknown(w[1], places) - found.keys()))
+        left.remove((target, terms, c))
+        unknown = _unknown(terms, places) - found.keys()
+        rest = integer("sub", target, c)
+        step = 0
+        for atom, k in terms.items():
+            if isinstance(atom, Index) and atom.axis in unknown:
+                step = k
+            else:
+                known = found.get(atom.axis, atom) if isinstance(atom, Index) else atom
+                rest = integer("sub", rest, integer("mul", known, k))
+        if not unknown:
+            here = _both(here, integer("eq", rest, 0))
+            continue
+        if len(unknown) > 1:
+            break
+        (place,) = unknown
+        i = integer("floordiv", rest if step > 0 else integer("sub", ZERO, rest), abs(step))
+        found[place] = i
+        for test in (
+            integer("eq", integer("mod", rest, abs(step)), 0),
+            integer("ge", i, 0),
+            integer("lt", i, place.extent),
+        ):
+            here = _both(here, test)
+    if left or len(found) < len(places):
+        raise Unsupported("aten.index_put", "several values may go to one position")
+    return here, tuple(found[p] for p in places)
+
+
+def _both(a: Expr, b: Expr) -> Expr:
+    return build.op("and", a, b, dtype="bool")
+
+
+def _positive(i: Expr, extent: int) -> tuple[dict[Expr, int], int]:
+    """The position as a linear form, counted from the front."""
+    terms, c = linear(i)
+    span = linear_bounds((terms, c))
+    if any(loads(atom) for atom in terms) or span is None or span[0] < 0 <= span[1]:
+        raise Unsupported("aten.index_put", "positions that are no ranges, or count from both ends")
+    return terms, c if span[0] >= 0 else c + extent
+
+
+def _unknown(terms: dict[Expr, int], places: Sequence[Axis]) -> set[Axis]:
+    return {a for atom in terms for a in free_axes(atom) if a in places}
+
+
+def _put(out: Spec, x: Tensor, idx: Indices, here: Expr, value: Expr, accumulate: bool) -> Expr:
+    old = x.at(idx)
+    return build.select(here, build.op("add", old, value, dtype=out.dtype) if accumulate else value, old)
+
+
+def _index_put(out: Spec, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> At:
+    """x[i, j] = values, or x[i, j] += values; or x[mask] = number, with a mask over some neighbouring dimensions."""
+    given = {d: t for d, t in enumerate(indices) if t is not None}
+    if any(t.dtype == "bool" for t in given.values()):
+        ((d, mask), *others) = given.items()
+        if others or accumulate or values.numel != 1:
+            raise Unsupported("aten.index_put", "it is a selection only where one number is written under one mask")
+        end = d + len(mask.shape)
+        return lambda idx: build.select(mask.at(idx[d:end]), element(values, idx, out.dtype), x.at(idx))
+    lead, extents = index_dims(given)
+
+    def at(idx: Indices) -> Expr:
+        places = tuple(map(fresh_axis, extents))
+        inner = tuple(map(index, places))
+        wanted = ((idx[d], position(t, inner), x.shape[d]) for d, t in given.items())
+        here, where = _found(wanted, places)
+        rest = tuple(i for d, i in enumerate(idx) if d not in given)
+        return _put(out, x, idx, here, element(values, (*rest[:lead], *where, *rest[lead:]), out.dtype), accumulate)
+
+    return at
+
+
+def _scatter(
+    out: Spec, x: Tensor, dim: int, index_: Tensor, src: Tensor | Number, accumulate: bool = False, **_: Any
+) -> At:
+    """x[.., index[.., p, ..], ..] = src[.., p, ..] along `dim`; whatever the index is, where p has one value."""
+    d = dim % max(1, len(x.shape))
+    if not x.shape or any(m != n for k, (m, n) in enumerate(zip(index_.shape, x.shape)) if k != d):
+        raise Unsupported("aten.scatter", "it writes to a part of the tensor")
+
+    def at(idx: Indices) -> Expr:
+        place = fresh_axis(index_.shape[d])
+        if place.extent == 1:
+            where = replaced(idx, d, ZERO)
+            here = integer("eq", idx[d], position(index_, where))
+        else:
+            moved = position(index_, replaced(idx, d, index(place)))
+            here, (i,) = _found([(idx[d], moved, x.shape[d])], (place,))
+            where = replaced(idx, d, i)
+        value = element(src, where, out.dtype) if isinstance(src, Tensor) else constant(src, out.dtype)
+        return _put(out, x, idx, here, value, accumulate)
+
+    return at
+
+
+def _scatter_add(out: Spec, x: Tensor, dim: int, index_: Tensor, src: Tensor) -> At:
+    return _scatter(out, x, dim, index_, src, accumulate=True)
+
+
+RULES: dict[Any, Callable[..., Any]] = {
+    aten.index_put: _index_put,
+    **dict.fromkeys((aten.scatter.src, aten.scatter.value), _scatter),
+    aten.scatter_add: _scatter_add,
+}

@@ -1,0 +1,129 @@
+"""Attention as published models write it: windows, relative shifts, positions by rows and columns, gated units."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .case import Case, Draw, qkv, qkv_and
+
+
+def swin_v2(x: Tensor, w: Tensor, scale: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """x [b,8,n,32], n a multiple of 4: cosine attention in shifted windows of 4 × 4, biases by an MLP of positions."""
+    (b, rows, cols, c), heads, m, shift = x.shape, scale.shape[0], 4, 2
+    x = torch.roll(x, (-shift, -shift), (1, 2)).view(b, rows // m, m, cols // m, m, c)
+    x = x.permute(0, 1, 3, 2, 4, 5).reshape(-1, m * m, c)
+    q, k, v = F.linear(x, w).view(-1, m * m, 3, heads, c // heads).permute(2, 0, 3, 1, 4).unbind(0)
+    scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT * scale.clamp(max=math.log(100.0)).exp()
+    line = torch.arange(1 - m, m, dtype=x.dtype, device=x.device)
+    steps = torch.stack(torch.meshgrid(line, line, indexing="ij"), -1) / (m - 1) * 8
+    steps = torch.sign(steps) * torch.log2(steps.abs() + 1) / 3
+    table = F.linear(F.relu(F.linear(steps, w1)), w2).view(-1, heads)
+    at = torch.arange(m, device=x.device)
+    at = torch.stack(torch.meshgrid(at, at, indexing="ij")).flatten(1)
+    apart = (at[:, :, None] - at[:, None]).permute(1, 2, 0) + m - 1
+    bias = table[(apart[..., 0] * (2 * m - 1) + apart[..., 1]).view(-1)].view(m * m, m * m, heads)
+    scores = scores + 16 * torch.sigmoid(bias.permute(2, 0, 1))
+    part = torch.zeros(rows, cols, device=x.device)
+    part[-m:] += 1
+    part[-shift:] += 1
+    part[:, -m:] += 3
+    part[:, -shift:] += 3
+    part = part.view(rows // m, m, cols // m, m).permute(0, 2, 1, 3).reshape(-1, m * m)
+    mask = (part[:, None] != part[:, :, None]).to(x.dtype) * -100.0
+    scores = scores.view(b, -1, heads, m * m, m * m) + mask[None, :, None]
+    return (scores.view(-1, heads, m * m, m * m).softmax(-1) @ v).transpose(1, 2).reshape(-1, m * m, c)
+
+
+def _windows(g: Draw) -> tuple[Tensor, ...]:
+    n = max(4, min(g.seq, 64) // 4 * 4)
+    weights = g.normal(96, 32, scale=0.2), g.normal(2, 1, 1), g.normal(16, 2), g.normal(2, 16)
+    return g.normal(2, 8, n, 32), *weights
+
+
+def decomposed_positions(q: Tensor, k: Tensor, v: Tensor, by_row: Tensor, by_col: Tensor) -> Tensor:
+    """Segment Anything: what a query makes of distances in rows, and in columns; q [bh,s,d], tables [2√s-1,d]."""
+    side = math.isqrt(q.shape[1])
+    at = torch.arange(side, device=q.device)
+    at = at[:, None] - at[None] + side - 1
+    grid = q.reshape(-1, side, side, q.shape[-1])
+    rows = torch.einsum("bhwc,hkc->bhwk", grid, by_row[at])
+    cols = torch.einsum("bhwc,wkc->bhwk", grid, by_col[at])
+    scores = (q * q.shape[-1] ** -0.5 @ k.mT).view(-1, side, side, side, side)
+    scores = scores + rows[..., :, None] + cols[..., None, :]
+    return scores.view(-1, side * side, side * side).softmax(-1) @ v
+
+
+def _squares(g: Draw) -> tuple[Tensor, ...]:
+    side = math.isqrt(min(g.seq, 400)) + 1
+    tables = g.normal(2 * side - 1, 16), g.normal(2 * side - 1, 16)
+    return *(g.normal(2, side * side, 16) for _ in range(3)), *tables
+
+
+def gated_unit(x: Tensor, scale: Tensor, shift: Tensor, wz: Tensor, wu: Tensor, wv: Tensor, wo: Tensor) -> Tensor:
+    """FLASH: queries and keys from one projection, squared relu, and a gate; x [b,s,32]."""
+    q, k = (F.silu(x @ wz)[..., None, :] * scale + shift).unbind(-2)
+    u, v = F.silu(x @ torch.cat((wu, wv), 1)).chunk(2, -1)
+    return (u * (F.relu(q @ k.mT / x.shape[1]) ** 2 @ v)) @ wo
+
+
+def _tokens(g: Draw) -> tuple[Tensor, ...]:
+    weights = (g.normal(*shape, scale=0.3) for shape in ((32, 16), (32, 48), (32, 48), (48, 32)))
+    return g.normal(1, g.seq, 32), g.normal(2, 16), g.normal(2, 16), *weights
+
+
+def xlnet(q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor) -> Tensor:
+    """q, k, v [s,b,h,d], r [2s,h,d], u, w [h,d]: a relative shift by views, and the columns of an `arange` of it."""
+    content = torch.einsum("ibnd,jbnd->bnij", q + u, k)
+    position = torch.einsum("ibnd,jnd->bnij", q + w, r)
+    b, n, i, j = position.shape
+    position = position.reshape(b, n, j, i)[:, :, 1:].reshape(b, n, i, j - 1)
+    position = torch.index_select(position, 3, torch.arange(len(k), device=q.device))
+    return torch.einsum("bnij,jbnd->ibnd", ((content + position) / math.sqrt(q.shape[-1])).softmax(3), v)
+
+
+def _sequence_first(g: Draw) -> tuple[Tensor, ...]:
+    positions = g.normal(2 * g.seq, 2, 16), g.normal(2, 16), g.normal(2, 16)
+    return *(g.normal(g.seq, 2, 2, 16) for _ in range(3)), *positions
+
+
+def functional_interpolation(
+    q: Tensor, k: Tensor, v: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, rate: Tensor, threshold: Tensor
+) -> Tensor:
+    """FIRE: a bias by an MLP of logarithmic distances over the query's own."""
+    i = torch.arange(q.shape[-2], dtype=q.dtype, device=q.device)
+    far = torch.log(rate.abs() * torch.maximum(i, threshold.abs()) + 1)[:, None]
+    steps = torch.log(rate.abs() * (i[:, None] - i).clamp(min=0) + 1) / far
+    bias = F.linear(F.relu(F.linear(steps[..., None], w1, b1)), w2).permute(2, 0, 1)
+    scores = q @ k.mT / math.sqrt(q.shape[-1]) + bias
+    return scores.masked_fill(i[:, None] < i, -1e9).softmax(-1) @ v
+
+
+def true_pairs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """How much more than others each key weighs for the query of its own position, read along the diagonal."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    i = torch.arange(q.shape[-2], device=q.device)
+    return (scores[..., i, i] - scores.logsumexp(-1))[..., None] * v
+
+
+CASES: tuple[Case, ...] = (
+    Case("swin_v2", swin_v2, _windows),
+    Case("decomposed_positions", decomposed_positions, _squares),
+    Case("gated_unit", gated_unit, _tokens),
+    Case("xlnet", xlnet, _sequence_first),
+    Case(
+        "functional_interpolation",
+        functional_interpolation,
+        qkv_and(
+            lambda g: g.normal(8, 1),
+            lambda g: g.normal(8),
+            lambda g: g.normal(2, 8),
+            lambda g: g.values(0.3).view(()),
+            lambda g: g.values(4.0).view(()),
+        ),
+    ),
+    Case("true_pairs", true_pairs, qkv()),
+)
