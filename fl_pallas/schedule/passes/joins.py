@@ -187,16 +187,27 @@ def _is_table(program: Program, v: Value) -> bool:
 
 
 def has_weight(program: Program, v: Value) -> bool:
-    """Whether an operand of the product is a parameter, or a matrix where the other has batch axes, or made of such."""
+    """Whether an operand of the product is a parameter, or a matrix where the other has batch axes; or either changed
+    by what is made of such (normalised, with an update of low rank). A product of weights (learned queries) is none.
+    """
     sources = [program.by_name[r] for r in v.reads if is_float(program.by_name[r].dtype)]
     rank = max((len(s.axes) for s in sources), default=0)
     return any(_is_weight(program, s, rank) for s in sources)
 
 
 def _is_weight(program: Program, v: Value, rank: int) -> bool:
-    if v.expr is None or not v.reads:
+    if v.expr is None:
         return v.op == "parameter" or (v.op == "input" and len(v.axes) == 2 < rank)
-    return len(v.axes) == 2 and all(_is_weight(program, program.by_name[r], rank) for r in v.reads)
+    if len(v.axes) != 2 or reductions(v.expr) or not v.reads:
+        return False
+    reads = [program.by_name[r] for r in v.reads]
+    return any(_is_weight(program, r, rank) for r in reads) and all(_of_weights(program, r, rank) for r in reads)
+
+
+def _of_weights(program: Program, v: Value, rank: int) -> bool:
+    if v.expr is None:
+        return _is_weight(program, v, rank)
+    return all(_of_weights(program, program.by_name[r], rank) for r in v.reads)
 
 
 def _path(program: Program, v: Value) -> tuple[bool, bool]:
