@@ -6,7 +6,7 @@ other dimensions, or linear in the places of the values (ranges, flipped, shifte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ..schedule import build
 from ..schedule.expr import Axis, Expr, Index, free_axes, index, loads
 from ..schedule.integer import linear, linear_bounds
 from .indexing import index_dims, position
+from .reduction import accumulator
 from .tensor import ZERO, At, Indices, Number, Spec, Tensor, constant, element, fresh_axis, integer, replaced
 
 aten = torch.ops.aten
@@ -32,14 +33,15 @@ def _found(wanted: Iterable[tuple[Expr, Expr, int]], places: Sequence[Axis]) -> 
     """
     found: dict[Axis, Expr] = {p: ZERO for p in places if p.extent == 1}
     here: Expr = build.TRUE
-    left = [(target, *_positive(i, n)) for target, i, n in wanted]
+    left = [(target, *_positive(i, n, places)) for target, i, n in wanted]
     while left:
         # The one with the fewest unknowns: none is a test, one gives a place, and two have to wait for another's.
-        target, terms, c = min(left, key=lambda w: len(_unknown(w[1], places) - found.keys()))
+        target, terms, c = min(left, key=lambda w: len(_unknown(w[1], places, found)))
+        unknown = _unknown(terms, places, found)
+        if len(unknown) > 1:
+            break
         left.remove((target, terms, c))
-        unknown = _unknown(terms, places) - found.keys()
-        rest = integer("sub", target, c)
-        step = 0
+        rest, step = integer("sub", target, c), 0
         for atom, k in terms.items():
             if isinstance(atom, Index) and atom.axis in unknown:
                 step = k
@@ -49,37 +51,36 @@ def _found(wanted: Iterable[tuple[Expr, Expr, int]], places: Sequence[Axis]) -> 
         if not unknown:
             here = _both(here, integer("eq", rest, 0))
             continue
-        if len(unknown) > 1:
-            break
         (place,) = unknown
-        i = integer("floordiv", rest if step > 0 else integer("sub", ZERO, rest), abs(step))
-        found[place] = i
-        for test in (
-            integer("eq", integer("mod", rest, abs(step)), 0),
-            integer("ge", i, 0),
-            integer("lt", i, place.extent),
-        ):
-            here = _both(here, test)
+        i = found[place] = integer("floordiv", rest if step > 0 else integer("sub", ZERO, rest), abs(step))
+        here = _both(here, integer("eq", integer("mod", rest, abs(step)), 0))
+        here = _both(here, _within(i, place.extent))
     if left or len(found) < len(places):
         raise Unsupported("aten.index_put", "several values may go to one position")
     return here, tuple(found[p] for p in places)
+
+
+def _within(i: Expr, extent: int) -> Expr:
+    return _both(integer("ge", i, 0), integer("lt", i, extent))
 
 
 def _both(a: Expr, b: Expr) -> Expr:
     return build.op("and", a, b, dtype="bool")
 
 
-def _positive(i: Expr, extent: int) -> tuple[dict[Expr, int], int]:
+def _positive(i: Expr, extent: int, places: Sequence[Axis]) -> tuple[dict[Expr, int], int]:
     """The position as a linear form, counted from the front."""
     terms, c = linear(i)
     span = linear_bounds((terms, c))
-    if any(loads(atom) for atom in terms) or span is None or span[0] < 0 <= span[1]:
+    others = [atom for atom in terms if not isinstance(atom, Index)]
+    known = not any(loads(atom) or free_axes(atom).intersection(places) for atom in others)
+    if not known or span is None or span[0] < 0 <= span[1]:
         raise Unsupported("aten.index_put", "positions that are no ranges, or count from both ends")
     return terms, c if span[0] >= 0 else c + extent
 
 
-def _unknown(terms: dict[Expr, int], places: Sequence[Axis]) -> set[Axis]:
-    return {a for atom in terms for a in free_axes(atom) if a in places}
+def _unknown(terms: dict[Expr, int], places: Sequence[Axis], found: Mapping[Axis, Expr]) -> set[Axis]:
+    return {atom.axis for atom in terms if isinstance(atom, Index) and atom.axis in places} - found.keys()
 
 
 def _put(out: Spec, x: Tensor, idx: Indices, here: Expr, value: Expr, accumulate: bool) -> Expr:
@@ -136,7 +137,25 @@ def _scatter_add(out: Spec, x: Tensor, dim: int, index_: Tensor, src: Tensor) ->
     return _scatter(out, x, dim, index_, src, accumulate=True)
 
 
+def _unfold_backward(out: Spec, grad: Tensor, sizes: Sequence[int], dim: int, size: int, step: int) -> At:
+    """The sum of what windows, one every `step`, have at the position; grad [.., windows, .., size]."""
+    d = dim % len(sizes)
+    dtype = accumulator(out.dtype)
+
+    def at(idx: Indices) -> Expr:
+        within = fresh_axis(size)
+        begin = integer("sub", idx[d], index(within))
+        window = integer("floordiv", begin, step)
+        here = _both(integer("eq", integer("mod", begin, step), 0), _within(window, grad.shape[d]))
+        value = build.cast(grad.at((*replaced(idx, d, window), index(within))), dtype)
+        total = build.reduce("sum", within, build.select(here, value, constant(0, dtype)), grad.dtype)
+        return build.cast(total, out.dtype)
+
+    return at
+
+
 RULES: dict[Any, Callable[..., Any]] = {
+    aten.unfold_backward: _unfold_backward,
     aten.index_put: _index_put,
     **dict.fromkeys((aten.scatter.src, aten.scatter.value), _scatter),
     aten.scatter_add: _scatter_add,

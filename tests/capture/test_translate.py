@@ -282,6 +282,15 @@ INDEXING = {
         X,
         x64(3, 4),
     ),
+    "windows": lambda: (
+        lambda a, b: (
+            torch.ops.aten.unfold_backward(a, [3, 5], 1, 2, 1),
+            torch.ops.aten.unfold_backward(b, [2, 9], 1, 3, 2),
+            torch.ops.aten.unfold_backward(b, [2, 16], -1, 3, 4),
+        ),
+        x64(3, 4, 2),
+        x64(2, 4, 3),
+    ),
     "put_apart": lambda: (_put_apart, x64(2, 3, 4), x64(2, 3)),
     "scatter": lambda: (
         lambda a, b: (
@@ -315,6 +324,7 @@ PUT_ANYWHERE = {
     "two masks": lambda a, i: a.index_put((a[:, 0] > 0, a[0] > 0), a[0, 0]),
     "values under a mask": lambda a, i: a.index_put((a > 0,), a.flatten()),
     "around zero": lambda a, i: a.index_put((torch.arange(-1, 2),), a),
+    "quotients": lambda a, i: a.index_put((torch.arange(8) // 2, torch.arange(8) % 2), a[:, 0]),
     "a part": lambda a, i: a.scatter(1, torch.arange(2)[None], a[:1, :2]),
 }
 
