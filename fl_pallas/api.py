@@ -30,7 +30,7 @@ from .kernels.triton import check_supported
 from .schedule.dtype import itemsize
 from .schedule.passes.keep import inner, keep
 from .schedule.passes.vanish import vanishing
-from .schedule.pipeline import Schedule, schedule
+from .schedule.pipeline import Schedule, computed_again, schedule
 from .schedule.plan import KernelPlan
 from .schedule.program import Program, Value
 from .schedule.target import HOPPER, Target, target_of
@@ -224,27 +224,48 @@ class _Specialised:
             self._tell(Graph(None, tuple(found), tuple(history)))
             return self.gm
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            try:
-                forward, backward = self._pass("forward"), self._pass("backward")
-                return differentiated(*differentiable(self.gm, args, vanishing, keep, inner, forward, backward))
-            except Unsupported as refusal:
-                self._tell(Graph(None, (_refused(refusal),), ()))
-                return self.gm
+            return self._differentiable(args)
         aten = _functional(self.gm, args)
         if aten is None:
             refusal = Fallback("an input is written to", "kernels never write to inputs", None, 0)
             self._tell(Graph(None, (refusal,), ()))
             return self.gm
-        return self._compiled(aten, args, self.gm)
+        return self._compiled(aten, args, self.gm)[0]
 
-    def _pass(self, name: str) -> Compiler:
-        """The compiler of the forward or the backward pass of the graph."""
+    def _differentiable(self, args: Sequence[Any]) -> Callable[..., Any]:
+        """Both passes; PyTorch's own where it would compute for the backward pass what only kernels know."""
+        made: dict[str, Schedule] = {}
+        known = 0 if self.explanation is None else len(self.explanation.graphs)
+        forward, backward = self._pass("forward", made), self._pass("backward", made)
+        try:
+            run = differentiated(*differentiable(self.gm, args, vanishing, keep, inner, forward, backward))
+        except Unsupported as refusal:
+            self._tell(Graph(None, (_refused(refusal),), ()))
+            return self.gm
+        if "forward" not in made or not made["forward"].regions:
+            return run
+        if "backward" not in made:
+            return self.gm
+        again = computed_again(made["forward"], made["backward"])
+        if again is None:
+            return run
+        if self.explanation is not None:
+            told = self.explanation.graphs[known:]
+            del self.explanation.graphs[known:]
+            why = "the backward pass needs it, and fuses nothing that is so short"
+            short = Fallback(again.op, why, again.where, again.numel * itemsize(again.dtype))
+            found = tuple(f for graph in told for f in graph.fallbacks)
+            self._tell(Graph(None, found or (short,), tuple(entry for graph in told for entry in graph.history)))
+        return self.gm
+
+    def _pass(self, name: str, schedules: dict[str, Schedule]) -> Compiler:
+        """The compiler of the forward or the backward pass of the graph, which adds its schedule to `schedules`."""
 
         def compiler(aten: torch.fx.GraphModule, args: Sequence[Any], facts: tuple[Value, ...]) -> Callable[..., Any]:
             plain = torch.fx.GraphModule(aten, _copied(aten.graph))
             try:
                 with compile_lock:
-                    run = self._compiled(aten, args, plain, name, facts)
+                    run, schedules[name] = self._compiled(aten, args, plain, name, facts)
             except Unsupported as refusal:
                 self._tell(Graph(None, (_refused(refusal),), (), name=name))
                 return plain.forward
@@ -273,13 +294,13 @@ class _Specialised:
         otherwise: torch.fx.GraphModule,
         name: str = "",
         facts: tuple[Value, ...] = (),
-    ) -> Callable[..., Any]:
+    ) -> tuple[Callable[..., Any], Schedule]:
         history: list[tuple[str, str]] = []
         found: list[Fallback] = []
         made = _scheduled(aten, args, self.settings, history, facts)
         run, made, left = _realised(aten, made, args, self.settings, self.family, found)
         self._tell(Graph(made, tuple(found), tuple(history), tuple(sorted(left.items())), name))
-        return run or otherwise.forward
+        return run or otherwise.forward, made
 
     def _tell(self, graph: Graph) -> None:
         """Into the explanation, if one was asked for; else as warnings."""

@@ -44,6 +44,7 @@ QUADRATIC = {
     "talking_heads": _NESTED,
     "transformer_xl": _NESTED,
     "xlnet": _NESTED,
+    "decomposed_positions": _NESTED,
     "bahdanau": _NESTED,
     "differential_paper": _NESTED,
     "value_variance_centred": _NESTED,
@@ -102,6 +103,17 @@ def test_gradients(case: Case, dtype: torch.dtype, seq: int, device: torch.devic
     forward, backward = graphs.get("forward"), graphs.get("backward")
     if forward and backward and forward.kernels and not forward.fallbacks and case.name not in QUADRATIC:
         assert not backward.fallbacks, "\n".join(map(str, backward.fallbacks))
+
+
+@pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")
+@pytest.mark.parametrize("name", ["value_variance_centred", "cosine", "t5_bias", "learned_queries"])
+def test_short(name: str, device: torch.device) -> None:
+    """Where PyTorch would compute scores again for the backward pass, rounded, it does so in the forward pass too."""
+    case = BY_NAME[name]
+    target = case.target(torch.bfloat16, device)
+    if isinstance(target, nn.Module):
+        target.requires_grad_(True)
+    check_gradients(target, fl.compile(target), case.make_inputs(9, torch.bfloat16, device), name=name)
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")

@@ -29,10 +29,10 @@ from .passes.tabulate import tabulate
 from .passes.unflatten import unflatten
 from .passes.weigh import cheapest
 from .plan import Choices, KernelPlan, Loop, Store
-from .program import Program
+from .program import Program, Value
 from .target import HOPPER, Target
 from .text import fused_text, growth_text, plan_text, program_text
-from .verify import verify_plan, verify_program
+from .verify import verify_plan, verify_program, verify_stores
 
 Record = Callable[[str, str], None]
 Shapes = dict[str, tuple[int, ...]]
@@ -53,6 +53,18 @@ class Schedule:
     regions: tuple[Region, ...]
     kernels: tuple[tuple[KernelPlan, ...], ...]
     rejected: tuple[Rejected, ...]
+
+
+def computed_again(forward: Schedule, backward: Schedule) -> Value | None:
+    """A value that stays inside of the kernels of the forward pass, and that PyTorch would compute for the backward
+    pass; None if there is none.
+
+    In 16 bits PyTorch rounds it, and the kernels do not: it would not fit the row statistics that they keep.
+    """
+    inside = frozenset[str]().union(*(region.large for region in forward.regions))
+    fused = {m for region in backward.regions for m in region.members}
+    left = (v for v in backward.program.values if v.name in inside and v.expr is not None)
+    return next((v for v in left if v.name not in fused), None)
 
 
 def schedule(
@@ -115,6 +127,8 @@ def schedule(
                 verify_plan(plan)
             record("plan", plan_text(plan))
         kernels.append(tuple(plans))
+    if verify:
+        verify_stores(plan for region in kernels for plan in region)
     return Schedule(program, tuple(regions), tuple(kernels), tuple(rejected))
 
 

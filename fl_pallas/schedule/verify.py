@@ -58,6 +58,19 @@ def verify_plan(plan: KernelPlan) -> None:
     _PlanVerifier(plan).run()
 
 
+def verify_stores(plans: Iterable[KernelPlan]) -> None:
+    """Check that no two kernels store the same.
+
+    Raises: ScheduleError, with the second kernel.
+    """
+    known: set[str] = set()
+    for plan in plans:
+        check = _Checker(f"kernel {plan.name}", lambda plan=plan: plan_text(plan))
+        names = [s.name for s in plan.stores]
+        check.that(known.isdisjoint(names) and len(set(names)) == len(names), f"another store has a name of {names}")
+        known.update(names)
+
+
 class _Checker:
     """Raises ScheduleError about one line of a printed IR."""
 

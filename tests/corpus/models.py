@@ -12,8 +12,8 @@ from .case import Case, Draw, qkv, qkv_and
 
 
 def swin_v2(x: Tensor, w: Tensor, scale: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-    """x [b,8,n,32], n a multiple of 4: cosine attention in shifted windows of 4 × 4, biases by an MLP of positions."""
-    (b, rows, cols, c), heads, m, shift = x.shape, scale.shape[0], 4, 2
+    """x [b,8,n,32], n a multiple of 8: cosine attention in shifted windows of 8 × 8, biases by an MLP of positions."""
+    (b, rows, cols, c), heads, m, shift = x.shape, scale.shape[0], 8, 4
     x = torch.roll(x, (-shift, -shift), (1, 2)).view(b, rows // m, m, cols // m, m, c)
     x = x.permute(0, 1, 3, 2, 4, 5).reshape(-1, m * m, c)
     q, k, v = F.linear(x, w).view(-1, m * m, 3, heads, c // heads).permute(2, 0, 3, 1, 4).unbind(0)
@@ -39,7 +39,7 @@ def swin_v2(x: Tensor, w: Tensor, scale: Tensor, w1: Tensor, w2: Tensor) -> Tens
 
 
 def _windows(g: Draw) -> tuple[Tensor, ...]:
-    n = max(4, min(g.seq, 64) // 4 * 4)
+    n = max(8, min(g.seq, 64) // 8 * 8)
     weights = g.normal(96, 32, scale=0.2), g.normal(2, 1, 1), g.normal(16, 2), g.normal(2, 16)
     return g.normal(2, 8, n, 32), *weights
 
@@ -99,7 +99,7 @@ def functional_interpolation(
     steps = torch.log(rate.abs() * (i[:, None] - i).clamp(min=0) + 1) / far
     bias = F.linear(F.relu(F.linear(steps[..., None], w1, b1)), w2).permute(2, 0, 1)
     scores = q @ k.mT / math.sqrt(q.shape[-1]) + bias
-    return scores.masked_fill(i[:, None] < i, -1e9).softmax(-1) @ v
+    return scores.masked_fill(i[:, None] < i, -torch.inf).softmax(-1) @ v
 
 
 def true_pairs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

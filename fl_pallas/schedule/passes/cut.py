@@ -42,7 +42,7 @@ def cut(fused: Fused, name: str) -> tuple[Fused, ...]:
             dtype = compute_dtype([c.node.dtype]) if _is_part(fused, c.node) else c.node.dtype
             outputs.append(Output(label, tuple(own.values()), dtype, expr))
             replaced[c.node] = load(label, tuple(index(a) for a in shape), dtype)
-        kernels += cut(Fused(tuple(outputs)), f"{name}_{len(kernels)}")
+        kernels += cut(Fused(tuple(outputs)), f"{name}_c{len(kernels)}")
         fused = Fused(tuple(replace(o, expr=substitute(o.expr, {}, dict(replaced))) for o in fused.outputs))
 
 

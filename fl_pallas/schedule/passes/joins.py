@@ -144,7 +144,9 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     Then `seed` is part of an operand (the angles of a rotary embedding, queries and keys that are normalised), which
     that region may compute or read.
     """
-    others = {s.value.name for s in seeds if s is not seed}
+    own = _is_normalised(program, seed)
+    # What reduces a softmax, and is none (a gradient of values that few queries ask for), is its end.
+    others = {s.value.name for s in seeds if s is not seed and (not own or _is_normalised(program, s))}
     seen: set[str] = set()
     stack = [seed.value.name]
     while stack:
@@ -161,14 +163,19 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
 
 
 def ends(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
-    """Whether `seed`, no larger than its operands, reduces a larger blow-up: that one's region ends with it.
+    """Whether `seed`, no larger than its operands, reduces a larger blow-up, or is no softmax and reduces one: that
+    one's region ends with it.
 
     What follows (a norm, a sum over the heads that share a key) is of linear size, and no part of it.
     """
+    others = [s for s in seeds if s is not seed]
     if is_larger(program, seed):
-        return False
-    larger = (s.value.name for s in seeds if s is not seed and is_larger(program, s))
-    return any(_feeds(program, name, seed.value.name) for name in larger)
+        if _is_normalised(program, seed):
+            return False
+        others = [s for s in others if not is_larger(program, s) and _is_normalised(program, s)]
+    else:
+        others = [s for s in others if is_larger(program, s)]
+    return any(_feeds(program, s.value.name, seed.value.name) for s in others)
 
 
 def _is_table(program: Program, v: Value) -> bool:
