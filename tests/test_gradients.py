@@ -87,10 +87,6 @@ def parameters(config: pytest.Config) -> Iterator:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_gradients:
         metafunc.parametrize("case, dtype, seq", list(parameters(metafunc.config)))
-    if metafunc.function is test_scheduled:
-        everything = torch.cuda.is_available() or metafunc.config.getoption("--every-case")
-        cases = (c for c in FUSED if c.name not in REFUSED and (everything or zlib.crc32(c.name.encode()) & 2))
-        metafunc.parametrize("case", [pytest.param(c, id=c.name) for c in cases])
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")
@@ -121,9 +117,9 @@ def test_short(name: str, device: torch.device) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in FUSED if c.name not in REFUSED])
 def test_scheduled(case: Case) -> None:
-    """Both passes of every second case (of every one with --every-case), where only a share of them runs: plans that
-    verify, or a refusal that says why."""
+    """Both passes of every case, where only a share of them runs: plans that verify, or a refusal that says why."""
     target = case.target(torch.bfloat16, "cpu")
     if isinstance(target, nn.Module):
         target.requires_grad_(True)
