@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import statistics
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,11 +24,10 @@ from ..kernels.triton import contiguous, grid_size, operand_names
 from ..schedule.plan import Choices, KernelPlan, fingerprint
 from .dlpack import matmul_precision
 from .layout import spec_of
+from .tuning import fastest
 
 # Compiled versions of one kernel (shapes, strides, types, alignments, devices) kept at a time.
 MAX_VERSIONS = 64
-# Another choice than the model's pick must be this much faster, or its time is taken for noise.
-CLEARLY = 0.98
 OLDEST = (8, 0)
 
 
@@ -312,14 +310,10 @@ class DirectKernel:
         return launches[best], choices
 
     def _fastest(self, launches: Sequence[_Launch], operands: Sequence[torch.Tensor], index: int) -> int:
-        """Which launch takes least time on these operands; the first unless another is clearly faster."""
+        """Which launch takes least time on these operands."""
         with torch.cuda.device(index):
             pointers = [t.data_ptr() for t in (*operands, *[_empty(*layout) for layout in self._outputs])]
-            times = [
-                milliseconds(lambda v=v: v.run(v.programs, 1, 1, _stream(index), *v.fixed, *pointers)) for v in launches
-            ]
-        best = min(range(len(times)), key=times.__getitem__)
-        return best if times[best] < CLEARLY * times[0] else 0
+            return fastest([lambda v=v: v.run(v.programs, 1, 1, _stream(index), *v.fixed, *pointers) for v in launches])
 
     def _load(self, lowered: Lowered, index: int) -> _Launch:
         """Compile for the device `index`, unless Triton's cache has it, and load there."""
@@ -346,24 +340,6 @@ class DirectKernel:
 def _moved(operands: Sequence[torch.Tensor], which: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
     """Operands, `which` of them as the device can read them."""
     return [t.to(device).resolve_neg() if n in which else t for n, t in enumerate(operands)]
-
-
-def milliseconds(launch: Callable[[], None]) -> float:
-    """Median time of a launch on the current device and stream."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def once(times: int) -> float:
-        start.record()
-        for _ in range(times):
-            launch()
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop) / times
-
-    launch()
-    # Short kernels are launched several times between two events, or the launches would be timed.
-    repeat = max(1, min(20, int(0.5 / max(once(1), 1e-3))))
-    return statistics.median(once(repeat) for _ in range(5))
 
 
 def _lowered(kernel: Laid, aligned: Sequence[int]) -> Lowered:

@@ -17,7 +17,21 @@ from ..schedule.expr import Axis, Expr, Index, free_axes, index, loads
 from ..schedule.integer import linear, linear_bounds
 from .indexing import index_dims, position
 from .reduction import accumulator
-from .tensor import ZERO, At, Indices, Number, Spec, Tensor, constant, element, fresh_axis, integer, replaced
+from .tensor import (
+    ZERO,
+    At,
+    Indices,
+    Number,
+    Spec,
+    Tensor,
+    constant,
+    element,
+    every,
+    fresh_axis,
+    integer,
+    replaced,
+    within,
+)
 
 aten = torch.ops.aten
 
@@ -49,23 +63,14 @@ def _found(wanted: Iterable[tuple[Expr, Expr, int]], places: Sequence[Axis]) -> 
                 known = found.get(atom.axis, atom) if isinstance(atom, Index) else atom
                 rest = integer("sub", rest, integer("mul", known, k))
         if not unknown:
-            here = _both(here, integer("eq", rest, 0))
+            here = every(here, integer("eq", rest, 0))
             continue
         (place,) = unknown
         i = found[place] = integer("floordiv", rest if step > 0 else integer("sub", ZERO, rest), abs(step))
-        here = _both(here, integer("eq", integer("mod", rest, abs(step)), 0))
-        here = _both(here, _within(i, place.extent))
+        here = every(here, integer("eq", integer("mod", rest, abs(step)), 0), within(i, place.extent))
     if left or len(found) < len(places):
         raise Unsupported("aten.index_put", "several values may go to one position")
     return here, tuple(found[p] for p in places)
-
-
-def _within(i: Expr, extent: int) -> Expr:
-    return _both(integer("ge", i, 0), integer("lt", i, extent))
-
-
-def _both(a: Expr, b: Expr) -> Expr:
-    return build.op("and", a, b, dtype="bool")
 
 
 def _positive(i: Expr, extent: int, places: Sequence[Axis]) -> tuple[dict[Expr, int], int]:
@@ -143,12 +148,12 @@ def _unfold_backward(out: Spec, grad: Tensor, sizes: Sequence[int], dim: int, si
     dtype = accumulator(out.dtype)
 
     def at(idx: Indices) -> Expr:
-        within = fresh_axis(size)
-        begin = integer("sub", idx[d], index(within))
+        inner = fresh_axis(size)
+        begin = integer("sub", idx[d], index(inner))
         window = integer("floordiv", begin, step)
-        here = _both(integer("eq", integer("mod", begin, step), 0), _within(window, grad.shape[d]))
-        value = build.cast(grad.at((*replaced(idx, d, window), index(within))), dtype)
-        total = build.reduce("sum", within, build.select(here, value, constant(0, dtype)), grad.dtype)
+        here = every(integer("eq", integer("mod", begin, step), 0), within(window, grad.shape[d]))
+        value = build.cast(grad.at((*replaced(idx, d, window), index(inner))), dtype)
+        total = build.reduce("sum", inner, build.select(here, value, constant(0, dtype)), grad.dtype)
         return build.cast(total, out.dtype)
 
     return at

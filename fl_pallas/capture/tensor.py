@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 
@@ -91,6 +92,16 @@ def integer(name: str, a: Expr, b: Expr | int) -> Expr:
     """Index arithmetic: `name` (add, sub, mul, floordiv, mod or a comparison) on `a` and `b`."""
     right = const(b, "i64") if isinstance(b, int) else b
     return build.op(name, a, right, dtype="bool" if name in build.COMPARISONS else "i64")
+
+
+def every(*tests: Expr) -> Expr:
+    """Whether all tests hold."""
+    return reduce(lambda a, b: build.op("and", a, b, dtype="bool"), tests, build.TRUE)
+
+
+def within(i: Expr, extent: int) -> Expr:
+    """0 <= i < extent."""
+    return every(integer("ge", i, 0), integer("lt", i, extent))
 
 
 def replaced(idx: Indices, dim: int, i: Expr) -> Indices:

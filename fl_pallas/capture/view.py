@@ -9,7 +9,21 @@ import torch
 
 from ..schedule import build
 from ..schedule.expr import Expr, const
-from .tensor import ZERO, At, Indices, Number, Spec, Tensor, constant, element, integer, normal_dims, replaced
+from .tensor import (
+    ZERO,
+    At,
+    Indices,
+    Number,
+    Spec,
+    Tensor,
+    constant,
+    element,
+    every,
+    integer,
+    normal_dims,
+    replaced,
+    within,
+)  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -120,13 +134,11 @@ def _stack(out: Spec, tensors: Sequence[Tensor], dim: int = 0) -> At:
 
 def _pad(out: Spec, x: Tensor, pad: Sequence[int], value: Number = 0) -> At:
     def at(idx: Indices) -> Expr:
-        inside: Expr = build.TRUE
         moved = list(idx)
-        for k, before in enumerate(pad[::2]):
-            d = len(idx) - 1 - k
+        dims = [len(idx) - 1 - k for k in range(len(pad) // 2)]
+        for d, before in zip(dims, pad[::2]):
             moved[d] = integer("sub", idx[d], before)
-            for test in (integer("ge", moved[d], 0), integer("lt", moved[d], x.shape[d])):
-                inside = build.op("and", inside, test, dtype="bool")
+        inside = every(*(within(moved[d], x.shape[d]) for d in dims))
         return build.select(inside, x.at(tuple(moved)), constant(value, out.dtype))
 
     return at
@@ -195,9 +207,7 @@ def _slice_scatter(
 
     def at(idx: Indices) -> Expr:
         i = integer("sub", idx[d], first)
-        inside: Expr = build.TRUE
-        for test in (integer("ge", i, 0), integer("lt", idx[d], stop), integer("eq", integer("mod", i, step), 0)):
-            inside = build.op("and", inside, test, dtype="bool")
+        inside = every(integer("ge", i, 0), integer("lt", idx[d], stop), integer("eq", integer("mod", i, step), 0))
         put = element(src, replaced(idx, d, integer("floordiv", i, step)), out.dtype)
         return build.select(inside, put, x.at(idx))
 
