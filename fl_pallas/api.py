@@ -23,6 +23,7 @@ from .capture import translate
 from .capture.aten import mutates_inputs, to_aten
 from .capture.drawn import give_back
 from .capture.joint import Compiler, differentiable
+from .capture.narrow import narrow
 from .config import Config, config
 from .errors import FallbackWarning, InputError, Unsupported
 from .explain import Explanation, Fallback, Graph
@@ -329,6 +330,7 @@ def _functional(gm: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.Graph
         aten = to_aten(gm, args)
         if mutates_inputs(aten):
             return None
+        narrow(aten)
         give_back(aten, inner)
     return aten
 

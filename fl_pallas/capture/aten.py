@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
@@ -115,23 +116,35 @@ def to_aten(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphMo
         with torch.fx.traceback.preserve_node_meta(), OpenAttention():
             return torch.fx.Interpreter(gm).run(*args)
 
+    if any(_is_transform(n) for n in gm.graph.nodes):
+        # PyTorch makes operations in place functional by a transform of this kind, which must not lie around another.
+        whole = _traced(run, fakes, mode)
+        run = functools.partial(_retrace, whole)
     out = _trace(run, fakes, mode)
     if any(_writes(n) for n in out.graph.nodes):
         # Composites of PyTorch's own may still write in place after one pass.
-        out = _trace(lambda *args: _retrace(out, args), fakes, mode)
+        out = _trace(functools.partial(_retrace, out), fakes, mode)
     return out
 
 
+def _is_transform(node: torch.fx.Node) -> bool:
+    """Whether the node enters or leaves a function transform (`torch.vmap`)."""
+    return (getattr(node.target, "__module__", None) or "").startswith("torch._functorch")
+
+
 def _trace(run: Any, fakes: list[Any], mode: FakeTensorMode) -> torch.fx.GraphModule:
+    return _traced(torch.func.functionalize(run, remove="mutations"), fakes, mode)
+
+
+def _traced(run: Any, fakes: list[Any], mode: FakeTensorMode) -> torch.fx.GraphModule:
     with mode, torch.no_grad():
-        functional = torch.func.functionalize(run, remove="mutations")
-        out = make_fx(functional, decomposition_table=_KERNELS, tracing_mode="real")(*fakes)
+        out = make_fx(run, decomposition_table=_KERNELS, tracing_mode="real")(*fakes)
     out.graph.eliminate_dead_code()
     out.recompile()
     return out
 
 
-def _retrace(gm: torch.fx.GraphModule, args: tuple) -> Any:
+def _retrace(gm: torch.fx.GraphModule, *args: Any) -> Any:
     with torch.fx.traceback.preserve_node_meta():
         return torch.fx.Interpreter(gm).run(*args)
 

@@ -24,6 +24,7 @@ from ..schedule.passes.keep import Kept
 from ..schedule.program import Program, Value
 from .aten import OpenAttention
 from .drawn import Inner, give_back
+from .narrow import narrow
 from .translate import translate
 
 aten = torch.ops.aten
@@ -121,6 +122,7 @@ def differentiable(
         nonlocal returned
         returned = num_fwd_outputs
         with unset_fake_temporarily():
+            narrow(joint)
             results, _ = _outputs(joint, num_fwd_outputs)
             give_back(joint, lambda p: inner(replace(p, outputs=tuple(n for n in results if n in p.by_name))))
             program = translate(joint)

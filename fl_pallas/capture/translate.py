@@ -128,6 +128,7 @@ class _Translation:
     def _record(self, node: Node, val: torch.Tensor, op: str, expr: Expr | None, why: str = "") -> None:
         shape = _static_shape(val, node)
         dtype = short_dtype(val.dtype)
+        schema = getattr(node.target, "_schema", None)
         if dtype is None:
             # The Program has no name for the type: a byte stands in, and nothing may read the value.
             why = self.refusals[node] = f"element type {val.dtype}"
@@ -144,6 +145,7 @@ class _Translation:
             reads,
             why,
             projection=node.target in reduction.PROJECTIONS,
+            borrowed=expr is None and schema is not None and any(r.alias_info for r in schema.returns),
             where=_where(node),
         )
 

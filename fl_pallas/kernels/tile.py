@@ -28,7 +28,8 @@ JNP = {
     "i16": jnp.int16, "i32": jnp.int32, "i64": jnp.int64, "u8": jnp.uint8, "bool": jnp.bool_,
 }  # fmt: skip
 IDENTITY = {"sum": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf, "any": False, "all": True}
-UNROLL = 8
+# Longer sums that are taken one index at a time are loops: unrolled, all their operands would be loaded at once.
+UNROLL = 4
 CHUNK = 64
 # Least side of a matrix product.
 ROWS = 16

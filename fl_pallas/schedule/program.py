@@ -23,6 +23,7 @@ class Value:
       op: the operation that made it, for messages ("aten.bmm"); "input" for graph inputs.
       reads: names of the values it is computed from.
       why: for extern values, why it has no expression.
+      borrowed: for extern values, whether it is a view: its memory is another's.
       projection: a product with a weight (linear, addmm) that belongs to PyTorch unless fed by a blow-up.
       where: the user's source line.
     """
@@ -34,6 +35,7 @@ class Value:
     op: str = "input"
     reads: tuple[str, ...] = ()
     why: str = ""
+    borrowed: bool = False
     projection: bool = False
     where: SourceLoc | None = None
 
@@ -85,3 +87,12 @@ def value_axes(shape: tuple[int, ...]) -> tuple[Axis, ...]:
 def reads_of(expr: Expr) -> tuple[str, ...]:
     """Names of the values `expr` loads, in order of first use."""
     return tuple(dict.fromkeys(n.source for n in loads(expr)))
+
+
+def depends(program: Program, targets: set[str], sources: set[str]) -> bool:
+    """Whether a value of `targets` depends on one of `sources`."""
+    reach = set(sources)
+    for v in program.values:
+        if any(r in reach for r in v.reads):
+            reach.add(v.name)
+    return bool((targets - sources) & reach)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .case import Case, Draw, qkv, qkv_and
+from .case import Case, Draw, Inputs, qkv, qkv_and
 
 
 def swin_v2(x: Tensor, w: Tensor, scale: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
@@ -109,7 +109,85 @@ def true_pairs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores[..., i, i] - scores.logsumexp(-1))[..., None] * v
 
 
+def headwise(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
+    """x [b,n,c]; each head projects by a matrix of its own [h,d,c]."""
+    q, k, v = (torch.einsum("bnc,hdc->bhnd", x, w) for w in (wq, wk, wv))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def decoupled_rotary(q: Tensor, turned: Tensor, latent: Tensor, key: Tensor, w: Tensor) -> Tensor:
+    """DeepSeek's: q [b,n,h,d], keys and values by heads from latent [b,n,c]; turned [b,n,h,r] meets key [b,n,r], which
+    all heads share."""
+    k, v = torch.einsum("bnc,hdc->bnhd", latent, w).chunk(2, -1)
+    scores = torch.einsum("bnhd,bmhd->bhnm", q, k) + torch.einsum("bnhr,bmr->bhnm", turned, key)
+    i = torch.arange(q.shape[1], device=q.device)
+    scores = (scores * (q.shape[-1] + key.shape[-1]) ** -0.5).masked_fill(i > i[:, None], -math.inf)
+    return torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), v)
+
+
+def cosine_pairs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.softmax(F.cosine_similarity(q[:, :, :, None], k[:, :, None], dim=-1) * 8, -1) @ v
+
+
+def mapped_over_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of one head, and a change of one score, by torch.vmap."""
+    i = torch.arange(q.shape[-2], device=q.device)
+    change = torch.vmap(
+        torch.vmap(lambda s, n, m: torch.where(n >= m, torch.tanh(s), -math.inf), (0, None, 0)), (0, 0, None)
+    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return change(q @ k.mT / math.sqrt(q.shape[-1]), i, i).softmax(-1) @ v
+
+    return torch.vmap(torch.vmap(attend))(q, k, v)
+
+
+def landmarks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Nyströmformer: scores by way of 8 means, and the inverse of theirs by iteration."""
+    (b, h, n, d), m = q.shape, 8
+    few, keys = (x.reshape(b, h, m, n // m, d).mean(3) for x in (q, k))
+    left, middle, right = (F.softmax(a @ c.mT * d**-0.5, -1) for a, c in ((q, keys), (few, keys), (few, k)))
+    z = middle.mT / (middle.sum(-1).amax(-1) * middle.sum(-2).amax(-1))[..., None, None]
+    one = torch.eye(m, dtype=q.dtype, device=q.device)
+    for _ in range(3):
+        by = middle @ z
+        z = z @ (13 * one - by @ (15 * one - by @ (7 * one - by))) / 4
+    return left @ (z @ (right @ v))
+
+
+def overlapping_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Longformer's: q, k, v [b,n,d] in chunks of 8, one every 4, by strides."""
+
+    def chunks(x: Tensor) -> Tensor:
+        b, n, d = x.shape
+        return x.as_strided((b, n // 4 - 1, 8, d), (x.stride(0), 4 * d, d, 1))
+
+    scores = torch.einsum("bcxd,bcyd->bcxy", chunks(q), chunks(k)) / math.sqrt(q.shape[-1])
+    return torch.einsum("bcxy,bcyd->bcxd", scores.softmax(-1), chunks(v))
+
+
+def _in_eights(*shape: int) -> Inputs:
+    """Three tensors [*shape,n,16], n a multiple of 8."""
+    return lambda g: tuple(g.normal(*shape, max(1, g.seq // 8) * 8, 16) for _ in range(3))
+
+
 CASES: tuple[Case, ...] = (
+    Case("headwise", headwise, lambda g: (g.normal(2, g.seq, 24), *(g.normal(2, 16, 24) / 5 for _ in range(3)))),
+    Case(
+        "decoupled_rotary",
+        decoupled_rotary,
+        lambda g: (
+            g.normal(1, g.seq, 2, 16),
+            g.normal(1, g.seq, 2, 8),
+            g.normal(1, g.seq, 24),
+            g.normal(1, g.seq, 8),
+            g.normal(2, 32, 24) / 5,
+        ),
+    ),
+    Case("cosine_pairs", cosine_pairs, qkv()),
+    Case("mapped_over_heads", mapped_over_heads, qkv()),
+    Case("landmarks", landmarks, _in_eights(1, 2), kernels=None),
+    Case("overlapping_chunks", overlapping_chunks, _in_eights(2)),
     Case("swin_v2", swin_v2, _windows),
     Case("decomposed_positions", decomposed_positions, _squares),
     Case("gated_unit", gated_unit, _tokens),

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from ..build import substitute
 from ..dtype import itemsize
 from ..expr import Axis, Load, free_axes, index, load, loads, reductions
-from ..program import Program, Value
+from ..program import Program, Value, depends
 from .joins import Seed, ends, has_weight, is_blow_up, is_larger, join, serves, turned
 from .resolve_views import inline_load, root_of
-from .surround import AllSides, depends, divides, uses_division, with_epilogue, with_prologue
+from .surround import AllSides, divides, uses_division, with_epilogue, with_prologue
 
 RETURNED = (
     "the captured graph returns it, and its size is that of the blow-up"
@@ -81,6 +81,9 @@ def grow_regions(program: Program) -> Growth:
         free = _narrowed(program, seed) if blocker else None
         tried.append((free, None) if free else (seed, blocker))
     for seed, blocker in tried:
+        if blocker is None:
+            others = (other for other, why in tried if why is None and other is not seed)
+            seed = next((found for other in others if (found := _up_to(program, seed, other))), seed)
         if any(_covers(program, other, seed) for other, _ in tried if other is not seed):
             continue
         if blocker is None and (shorter := _narrowed(program, seed)) and len(shorter.large) < len(seed.large):
@@ -120,10 +123,11 @@ def grow_regions(program: Program) -> Growth:
         for members, sides in finished
     ]
     for region in regions:
-        largest = max(program.by_name[m].numel for m in region.members)
+        largest = max(given + 1, *(program.by_name[m].numel for m in region.members))
+        read = {r for m in region.members for r in program.by_name[m].reads}
         for v in program.values:
             # As large as the blow-up, and PyTorch makes it (the mask of a dropout): the kernel is no help there.
-            if v.expr is None and v.why and v.numel >= largest and set(program.users[v.name]) & set(region.members):
+            if v.expr is None and v.why and not v.borrowed and v.numel >= largest and v.name in read:
                 rejected.append(Rejected(v, v, f"{v.why}; a kernel reads it", v.numel * itemsize(v.dtype)))
     fused = {name for r in regions for name in r.members}
     return Growth(tuple(regions), tuple(r for r in rejected if r.fused or r.value.name not in fused))
@@ -139,6 +143,33 @@ def _narrowed(program: Program, seed: Seed) -> Seed | None:
     narrow += [(frozenset((a,)), seed.cols) for a in seed.rows if len(seed.rows) > 1]
     found = [s for s in (Seed(seed.value, *sides) for sides in narrow) if _grow(program, s) is None]
     return min(found, key=lambda s: len(s.large), default=None)
+
+
+def _up_to(program: Program, seed: Seed, other: Seed) -> Seed | None:
+    """The seed with no more than what leads, element by element, to values of `other`; None unless all of it does, and
+    `other` leaves results small that are large by this one's sides.
+
+    So do scores of keys that all heads share, whose rows are queries and heads in one: added to each head's own, they
+    make no values of a head and a key large.
+    """
+    apart = [program.by_name[m] for m in seed.large - other.large]
+    stack, own, met = [seed.value.name], {seed.value.name}, set[str]()
+    while stack:
+        for user in program.users[stack.pop()]:
+            u = program.by_name[user]
+            if user in other.large:
+                met.add(user)
+            elif u.expr is None or reductions(u.expr):
+                return None
+            elif user not in own:
+                own.add(user)
+                stack.append(user)
+    extra = [v.numel for v in apart if v.name not in own]
+    limit = max(v.numel for v in program.values if v.name not in seed.large | other.large)
+    if not extra or max(extra) > limit or own & {root_of(program, n) for n in program.outputs}:
+        return None
+    members = {m: v for m, v in seed.members.items() if m in own | met}
+    return replace(seed, members=members, sides={m: seed.sides[m] for m in members}, large={*members})
 
 
 def _spares(program: Program, seed: Seed) -> bool:

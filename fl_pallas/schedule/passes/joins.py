@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ..build import substitute
 from ..dtype import is_float
 from ..expr import Axis, Load, Op, const, free_axes, loads, reductions, walk
-from ..program import Program, Value
+from ..program import Program, Value, depends
 
 # A contraction with a weight longer than this is a projection even if its result is coupled.
 MAX_WEIGHT_CONTRACTION = 256
@@ -139,14 +139,16 @@ def _asks_again(program: Program, v: Value) -> bool:
 
 
 def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
-    """Whether the product that reduces `seed`, or a part of it, is itself a blow-up at least as large as that.
+    """Whether the product that reduces `seed`, or a part of it, is itself a blow-up at least as large as that; or
+    reduces a larger one, and the seed is only a product, no larger than what is given or returned.
 
-    Then `seed` is part of an operand (the angles of a rotary embedding, queries and keys that are normalised), which
-    that region may compute or read.
+    Then `seed` is part of an operand (the angles of a rotary embedding, queries and keys that are normalised, values
+    that each head makes of a token), which that region may compute or read.
     """
     own = _is_normalised(program, seed)
     # What reduces a softmax, and is none (a gradient of values that few queries ask for), is its end.
     others = {s.value.name for s in seeds if s is not seed and (not own or _is_normalised(program, s))}
+    larger = _weighing(program, seed, seeds)
     seen: set[str] = set()
     stack = [seed.value.name]
     while stack:
@@ -155,11 +157,21 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
             seen.add(user)
             u = program.by_name[user]
             if u.expr is not None and reductions(u.expr):
-                if user in others and u.numel >= part.numel:
+                if user in others and u.numel >= part.numel or any(_feeds(program, name, user) for name in larger):
                     return True
             elif u.expr is not None:
                 stack.append(user)
     return False
+
+
+def _weighing(program: Program, seed: Seed, seeds: list[Seed]) -> list[str]:
+    """The larger blow-ups that `seed` has no part in, if it is a product alone, no larger than what is given or
+    returned."""
+    size, name = seed.value.numel, seed.value.name
+    around = (v.numel for v in program.values if v.op == "input" or v.name in program.outputs)
+    if size > max(around) or _path(program, seed.value)[0]:
+        return []
+    return [n for s in seeds if s.value.numel > size and not depends(program, {n := s.value.name}, {name})]
 
 
 def ends(program: Program, seed: Seed, seeds: list[Seed]) -> bool:

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from ..dtype import is_float
 from ..expr import Axis, Expr, Load, Op, free_axes, loads, reductions, walk
-from ..program import Program, Value
+from ..program import Program, Value, depends
 from .joins import Sides
 
 # Float operations of a prologue that may be repeated in the loop (column side) or per row tile (row side).
 MAX_COLUMN_OPS, MAX_ROW_OPS = 3, 12
 
 AllSides = dict[str, tuple[Sides, ...]]
-
-
-def depends(program: Program, targets: set[str], sources: set[str]) -> bool:
-    """Whether a value of `targets` depends on one of `sources`."""
-    reach = set(sources)
-    for v in program.values:
-        if any(r in reach for r in v.reads):
-            reach.add(v.name)
-    return bool((targets - sources) & reach)
 
 
 def with_epilogue(program: Program, members: set[str], others: set[str]) -> set[str]:
