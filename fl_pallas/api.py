@@ -51,6 +51,7 @@ def compile(
     road: str | None = None,
     interpret: bool | None = None,
     tune: int | None = None,
+    dynamic: bool | None = None,
 ) -> Any:
     """Compile a function, method or nn.Module: fused kernels where its algebra allows, PyTorch elsewhere.
 
@@ -63,7 +64,9 @@ def compile(
       interpret: run kernels in Pallas's interpreter; by default only for CPU tensors.
       tune: how many choices of tiles, warps and stages are compiled and timed by the first call; 0 takes
         the model's pick.
-      Settings that are None follow `fl.config` when a graph is compiled.
+      dynamic: as torch.compile's: whether TorchDynamo takes sizes for variables from the first call on; False: never,
+        None: those that change.
+      The first four, where None, follow `fl.config` when a graph is compiled.
 
     Returns: a callable with the same arguments and results as `fn`.
 
@@ -73,8 +76,8 @@ def compile(
     given = {"fallback": fallback, "road": road, "interpret": interpret, "tune": tune}
     config.merged(**given)
     if fn is None:
-        return lambda f: compile(f, **given)
-    return _compiled(fn, Backend(given))
+        return lambda f: compile(f, dynamic=dynamic, **given)
+    return _compiled(fn, Backend(given), dynamic)
 
 
 def torch_backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -107,10 +110,10 @@ def _differentiate(out: Any) -> None:
         torch.autograd.grad(outs, before, [torch.ones_like(o) for o in outs], allow_unused=True)
 
 
-def _compiled(fn: Any, backend: Backend) -> Any:
+def _compiled(fn: Any, backend: Backend, dynamic: bool | None = None) -> Any:
     """`fn` through TorchDynamo with our backend, its errors made ours."""
     options: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT} if _has_recompile_limit() else {}
-    inner = torch.compile(fn, backend=backend, **options)
+    inner = torch.compile(fn, backend=backend, dynamic=dynamic, **options)
     if isinstance(fn, torch.nn.Module):
         inner.forward = _guarded(inner.forward)
         return inner

@@ -736,6 +736,18 @@ def test_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(built) == seen <= len(lengths) + len(captures)
 
 
+@pytest.mark.parametrize(("dynamic", "most"), [(True, 1), (False, 3), (None, 2)])
+def test_dynamic(dynamic: bool | None, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many captures three lengths take."""
+    captures = []
+    capture = api.Backend.__call__
+    monkeypatch.setattr(api.Backend, "__call__", lambda *a: captures.append(a) or capture(*a))
+    f = fl.compile(attention, dynamic=dynamic)
+    for n in (64, 33, 100):
+        run_and_check(attention, f, qkv(n))
+    assert len(captures) == most
+
+
 def test_growing_cache() -> None:
     """A decoding loop: one more key at each step."""
     f = fl.compile(attention)
