@@ -15,7 +15,10 @@ from torch.fx.node import map_arg
 aten = torch.ops.aten
 
 # Reductions whose dimensions are the argument behind the tensor, and the number of that argument.
-_ALONG = {aten.linalg_vector_norm.default: 2, aten.sum.dim_IntList: 1, aten.mean.dim: 1, aten.amax.default: 1}
+_ALONG: dict[Any, int] = {
+    aten.linalg_vector_norm.default: 2,
+    **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim, aten.amax.default), 1),
+}
 
 
 def narrow(gm: GraphModule) -> None:

@@ -44,11 +44,11 @@ def exchange(
         short = next((s for k in known if (s := _exchanged(r, k)) is not None), None)
         if short is None:
             continue
-        expr, axes = short
-        own = {a: Axis(f"x{n}", a.extent) for n, a in enumerate(axes)}
+        expr, place = short
+        own = {a: Axis(f"x{n}", a.extent) for n, a in enumerate(place)}
         expr = substitute(expr, {a: index(b) for a, b in own.items()})
         made.setdefault(expr, Output(f"{name}_d{len(made)}", tuple(own.values()), compute, expr))
-        held[r] = load(made[expr].name, tuple(map(index, axes)), compute)
+        held[r] = load(made[expr].name, tuple(place.values()), compute)
     if not held:
         return (), groups
     first: dict[tuple[Axis, ...], list[Output]] = {}
@@ -90,8 +90,10 @@ def _parts(axis: Axis, e: Expr) -> list[Axis]:
     return dimensions(axis, steps)
 
 
-def _exchanged(r: Reduce, known: _Known) -> tuple[Expr, tuple[Axis, ...]] | None:
-    """`r` as a sum over an axis of what is known, and its free axes in the order of those; None if it is none."""
+def _exchanged(r: Reduce, known: _Known) -> tuple[Expr, Binding] | None:
+    """`r` as a sum over an axis of what is known; and its free axes, in the order of those, with the index that `r` has
+    for each (a query's own, or along a relative shift). None if it is none.
+    """
     if r.kind != "sum" or r.axis.extent != known.sum.axis.extent:
         return None
     own = _factors(r.body)
@@ -107,13 +109,17 @@ def _exchanged(r: Reduce, known: _Known) -> tuple[Expr, tuple[Axis, ...]] | None
         if binding is None or any(a.extent > 1 and a not in binding for a in known.axes):
             continue
         bound = {a: binding.get(a, index(a)) for a in known.axes}
+        computed: dict[Expr, Expr] = {i: index(a) for a, i in bound.items() if isinstance(i, Op)}
+        bound = {a: computed.get(i, i) for a, i in bound.items()}
         body: Expr = load(known.name, tuple(substitute(i, bound) for i in known.place), known.dtype)
         for p in still:
-            body = op("mul", p, body, dtype=inner.body.dtype)
+            body = op("mul", substitute(p, {}, computed), body, dtype=inner.body.dtype)
         short = reduce("sum", inner.axis, body, r.body.dtype)
-        order = dict.fromkeys(i.axis for i in bound.values() if isinstance(i, Index) and i.axis != inner.axis)
-        if frozenset(order) == free_axes(short):
-            return short, tuple(order)
+        given = {i: e for e, i in computed.items()}
+        outer = [i for i in bound.values() if isinstance(i, Index) and i.axis != inner.axis]
+        place: Binding = {i.axis: given.get(i, i) for i in outer}
+        if frozenset(place) == free_axes(short):
+            return short, place
     return None
 
 

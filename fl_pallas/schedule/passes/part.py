@@ -19,18 +19,26 @@ Kernel = tuple[tuple[Loop, ...], tuple[Store, ...]]
 def part_outputs(fused: Fused, compute: str) -> tuple[Fused, ...]:
     """Before: one kernel whose outputs reuse what they load along different axes. After: one for each such axis.
 
-    A tile has rows along one axis; an output whose operands are not shared along it would be no matrix product.
-    What the kernels have in common is computed by each.
+    A tile has rows along one axis; an output whose operands are not shared along it would be no matrix product. And one
+    that has loops of its own, and not all axes of the batch, would run them for each index of the others. What the
+    kernels have in common is computed by each.
     """
-    groups: dict[Axis | None, list[Output]] = {}
+    groups: dict[Axis | None, list[tuple[Output, frozenset[Axis], set[int]]]] = {}
     for out in fused.outputs:
         alone = Fused((out,))
         loops, stores, _ = stream(alone, compute)
-        row = roles(parallel_axes(alone), loops, stores).row if loops else None
-        groups.setdefault(row, []).append(out)
-    if len(groups) < 2 or None in groups:
+        kinds = roles(parallel_axes(alone), loops, stores)
+        own = out, frozenset(kinds.batch), {loop.axis.extent for loop in loops}
+        groups.setdefault(kinds.row if loops else None, []).append(own)
+    if None in groups:
         return (fused,)
-    return tuple(Fused(tuple(outputs)) for outputs in groups.values())
+    parts: list[Fused] = []
+    for group in groups.values():
+        _, batch, lengths = max(group, key=lambda own: len(own[1]))
+        together = [own for own in group if own[1] == batch or own[2] <= lengths]
+        apart = [own for own in group if own not in together]
+        parts += [Fused(tuple(out for out, *_ in part)) for part in (together, apart) if part]
+    return tuple(parts)
 
 
 def ways_to_part(
