@@ -98,7 +98,7 @@ def schedule(
         groups = tuple(map(split_reductions, groups))
         for fused in groups:
             record("split_reductions", fused_text(fused))
-        short, groups = exchange(groups, program.facts, f"r{n}", compute)
+        short, groups = exchange(groups, program, program.facts, f"r{n}", compute)
         groups = tuple(without_divisions(fused, program.facts) for fused in groups)
         groups = tabulate(short, groups, f"r{n}", compute)
         for fused in groups:

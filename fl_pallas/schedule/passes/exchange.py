@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 
 from ..build import dimensions, negate, op, reduce, rewrite, row_major, select, substitute
 from ..dtype import is_float
-from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, children, free_axes, index, load, reductions, walk
-from ..program import Value
+from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, children, free_axes, index, load, loads, reductions, walk
+from ..integer import linear
+from ..program import Program, Value
 from .fuse import Fused, Output
+from .resolve_views import inline_load
 
 # Ways of pairing the factors of two products that are tried.
 MAX_PAIRINGS = 24
@@ -23,12 +25,13 @@ Binding = dict[Axis, Expr]
 
 
 def exchange(
-    groups: tuple[Fused, ...], facts: Sequence[Value], name: str, compute: str
+    groups: tuple[Fused, ...], program: Program, facts: Sequence[Value], name: str, compute: str
 ) -> tuple[tuple[Fused, ...], tuple[Fused, ...]]:
     """Before: `sum[j](p(i, j) * sum[d](g[i, d] * v[j, d]))` in one of the kernels. After: a load of what a kernel of
     its own stores, `sum[d](g[i, d] * out[i, d])`.
 
     Args:
+      program: what the groups are of; its other values may be parts of what is known.
       facts: operands of which is known what they are, `expr` in terms of other operands.
       name: begins the names of what the first kernels store.
       compute: the type that kernels compute in.
@@ -41,7 +44,8 @@ def exchange(
     # In the dimensions of the gradient first: those are what the user sees, more often than not.
     known = sorted((k for f in facts if (k := _known(f)) is not None), key=lambda k: len(k.axes) > len(k.place))
     for r in dict.fromkeys(found):
-        short = next((s for k in known if (s := _exchanged(r, k)) is not None), None)
+        whole = _inlined(r, program)
+        short = next((s for k in known if (s := _exchanged(whole, k)) is not None), None)
         if short is None:
             continue
         expr, place = short
@@ -56,6 +60,19 @@ def exchange(
         first.setdefault(o.axes, []).append(o)
     rest = tuple(Fused(tuple(replace(o, expr=substitute(o.expr, {}, held)) for o in g.outputs)) for g in groups)
     return tuple(Fused(tuple(outputs)) for outputs in first.values()), rest
+
+
+def _inlined(r: Reduce, program: Program) -> Reduce:
+    """`r` with what it loads of values that are made element by element written out."""
+    e: Expr = r
+    while found := {
+        n: inline_load(n, v)
+        for n in loads(e)
+        if (v := program.by_name.get(n.source)) is not None and v.expr is not None and not reductions(v.expr)
+    }:
+        e = substitute(e, {}, dict(found))
+    assert isinstance(e, Reduce)
+    return e
 
 
 @dataclass(frozen=True)
@@ -136,9 +153,9 @@ def _matched(known: Reduce, factors: tuple[Expr, ...], axis: Axis) -> Binding | 
         return None
     for order in itertools.islice(itertools.permutations(factors), MAX_PAIRINGS):
         binding: Binding = {known.axis: index(axis)}
-        if all(_unify(a, b, binding) for a, b in zip(wanted, order)) and all(
-            substitute(a, binding) is b for a, b in zip(wanted, order)
-        ):
+        pairs = list(zip(wanted, order))
+        # Twice: what only arithmetic tells may wait for what is bound last.
+        if all(_unify(a, b, binding) for a, b in pairs * 2) and all(substitute(a, binding) is b for a, b in pairs):
             return binding
     return None
 
@@ -162,7 +179,7 @@ def _canonical(e: Expr) -> Expr:
 def _unify(known: Expr, other: Expr, binding: Binding) -> bool:
     """Bind the free axes of `known` to what stands in their place in `other`; whether the two may be equal then.
 
-    Arithmetic on indices is passed over: its terms come in any order.
+    The terms of arithmetic on indices come in any order: it tells of one axis, once all others are bound.
     """
     if isinstance(known, Index):
         return binding.setdefault(known.axis, other) is other
@@ -179,6 +196,7 @@ def _unify(known: Expr, other: Expr, binding: Binding) -> bool:
             binding[known.axis] = outer
         return same
     if isinstance(known, Op) and not is_float(known.dtype):
+        _solve(known, other, binding)
         return True
     if isinstance(known, Op) and isinstance(other, Op) and known.name != other.name:
         return False
@@ -186,3 +204,17 @@ def _unify(known: Expr, other: Expr, binding: Binding) -> bool:
         return False
     pairs: Iterator[tuple[Expr, Expr]] = zip(children(known), children(other))
     return all(_unify(a, b, binding) for a, b in pairs)
+
+
+def _solve(known: Expr, other: Expr, binding: Binding) -> None:
+    """Bind the one axis of `known` that is not bound yet, if that makes it equal to `other`, sums of indices both."""
+    unbound = free_axes(known) - binding.keys()
+    if len(unbound) != 1:
+        return
+    (axis,) = unbound
+    own, constant = linear(substitute(known, binding))
+    theirs, there = linear(other)
+    step = own.pop(index(axis), 0)
+    left = {e: n for e in {*own, *theirs} if (n := theirs.get(e, 0) - own.get(e, 0))}
+    if constant == there and len(left) == 1 and step in left.values():
+        (binding[axis],) = left

@@ -166,6 +166,6 @@ def _used(program: Program, backward: tuple[str, ...], saved: set[str], facts: t
     values = tuple(replace(v, expr=None, op="input", reads=()) if v.name in saved else v for v in program.values)
     alone = resolve_views(Program(values, backward))
     compute = compute_dtype([v.dtype for v in alone.values if v.axes])
-    found = (exchange(fuse(alone, region), facts, "", compute)[0] for region in grow_regions(alone).regions)
+    found = (exchange(fuse(alone, region), alone, facts, "", compute)[0] for region in grow_regions(alone).regions)
     known = {f.name for f in facts}
     return {n.source for kernels in found for k in kernels for o in k.outputs for n in loads(o.expr)} & known
