@@ -41,15 +41,8 @@ QUADRATIC = {
     "relative_table": _TABLE,
     "relative_keys": _TABLE,
     "disentangled": _TABLE,
-    "talking_heads": _NESTED,
-    "transformer_xl": _NESTED,
-    "xlnet": _NESTED,
     "decomposed_positions": _NESTED,
-    "bahdanau": _NESTED,
-    "differential_paper": _NESTED,
     "value_variance_centred": _NESTED,
-    "slot": _NESTED,
-    "graph_attention": _NESTED,
     "mixing_convolution": "the gradient of a convolution is PyTorch's",
 }
 """Cases whose backward pass stores something quadratic, and why."""

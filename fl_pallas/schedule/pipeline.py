@@ -111,6 +111,7 @@ def schedule(
         rejected += between
         if not all(r.fused for r in between):
             continue
+        regions.append(region)
         for part in parts:
             record("cut", fused_text(part))
             apart = part_outputs(part, compute)
@@ -125,9 +126,7 @@ def schedule(
             if verify:
                 verify_plan(plan)
             record("plan", plan_text(plan))
-        if _pays(program, region, len(plans)):
-            regions.append(region)
-            kernels.append(tuple(plans))
+        kernels.append(tuple(plans))
     if verify:
         verify_stores(plan for region in kernels for plan in region)
     return Schedule(program, tuple(regions), tuple(kernels), tuple(rejected))
@@ -165,16 +164,6 @@ def _planned(
         plans.extend((*tables, *copies, *split_loop(plan, f"{name}{number + len(plans) + 1}", target)))
         shapes |= {s.name: s.shape for made in plans for s in made.stores}
     return plans
-
-
-def _pays(program: Program, region: Region, kernels: int) -> bool:
-    """Whether a region holds something larger than every input, or has fewer kernels than PyTorch would launch.
-
-    Small matrices that are multiplied again and again (the inverse of landmarks' scores) would have more.
-    """
-    members = [v for m in region.members if not (v := program.by_name[m]).is_view]
-    given = max((v.numel for v in program.values if v.op == "input"), default=0)
-    return kernels <= len(members) or max(v.numel for v in members) > given
 
 
 def _stored(program: Program, region: Region, between: list[Output]) -> list[Rejected]:

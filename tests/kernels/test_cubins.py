@@ -137,8 +137,8 @@ def test_products_accumulate_in_place() -> None:
 
 
 def test_products_overlap() -> None:
-    """Two loops with products, of latent attention's gradient: in place, they would wait for each other."""
-    case = BY_NAME["latent"]
+    """Two loops with products, of a gradient: in place, they would wait for each other."""
+    case = BY_NAME["expected_distance"]
     inputs = [x.requires_grad_() for x in case.make_inputs(512, torch.bfloat16, "cpu")]
     kernels = _kernels(case.target(torch.bfloat16, "cpu"), inputs)
     ((plan, lower),) = [made for made in kernels if len(made[0].loops) > 1]

@@ -42,7 +42,7 @@ def exchange(
     held: dict[Expr, Expr] = {}
     found = (r for g in groups for o in g.outputs for r in reductions(o.expr))
     # In the dimensions of the gradient first: those are what the user sees, more often than not.
-    known = sorted((k for f in facts if (k := _known(f)) is not None), key=lambda k: len(k.axes) > len(k.place))
+    known = sorted((k for f in facts for k in _known(f)), key=lambda k: len(k.axes) > len(k.place))
     for r in dict.fromkeys(found):
         whole = _inlined(r, program)
         short = next((s for k in known if (s := _exchanged(whole, k)) is not None), None)
@@ -86,25 +86,26 @@ class _Known:
     place: tuple[Expr, ...]
 
 
-def _known(fact: Value) -> _Known | None:
-    if not isinstance(fact.expr, Reduce) or fact.expr.kind != "sum":
-        return None
-    axes: list[Axis] = []
-    mapping: dict[Axis, Expr] = {}
-    for axis in fact.axes:
-        parts = _parts(axis, fact.expr)
-        axes += parts
-        mapping[axis] = row_major(map(index, parts), parts)
-    expr = substitute(fact.expr, mapping)
-    place = tuple(mapping[a] for a in fact.axes)
-    return _Known(fact.name, fact.dtype, tuple(axes), expr, place) if isinstance(expr, Reduce) else None
+def _known(fact: Value) -> tuple[_Known, ...]:
+    """What a fact says: in its own axes, and in those that they flatten."""
+    if fact.expr is None:
+        return ()
+    ways = dict.fromkeys((tuple((a,) for a in fact.axes), tuple(_parts(a, fact.expr) for a in fact.axes)))
+    found: list[_Known] = []
+    for parts in ways:
+        mapping = {a: row_major(map(index, p), p) for a, p in zip(fact.axes, parts, strict=True)}
+        expr = substitute(fact.expr, mapping)
+        if isinstance(expr, Reduce) and expr.kind == "sum":
+            place = tuple(mapping[a] for a in fact.axes)
+            found.append(_Known(fact.name, fact.dtype, tuple(a for p in parts for a in p), expr, place))
+    return tuple(found)
 
 
-def _parts(axis: Axis, e: Expr) -> list[Axis]:
+def _parts(axis: Axis, e: Expr) -> tuple[Axis, ...]:
     """The axes that `axis` flattens, by the quotients and remainders that `e` takes of it; itself if there are none."""
     divisions = (n.args for n in walk(e) if isinstance(n, Op) and n.name in ("floordiv", "mod"))
     steps = {int(n.value) for whole, n in divisions if whole is index(axis) and isinstance(n, Const)}
-    return dimensions(axis, steps)
+    return tuple(dimensions(axis, steps))
 
 
 def _exchanged(r: Reduce, known: _Known) -> tuple[Expr, Binding] | None:

@@ -103,9 +103,11 @@ def grow_regions(program: Program) -> Growth:
                     why = f"{blocker[1]}; a kernel stores what it reads"
                     rejected.append(Rejected(read, blocker[0], why, read.numel * itemsize(read.dtype), fused=True))
                 blocker = None
+        if blocker is None and _is_iterated(program, seed, given):
+            continue
         if blocker is None:
             grown.append(seed)
-        elif seed.rows and seed.cols:
+        elif seed.rows and seed.cols and (blocker[1] is not RETURNED or seed.value.numel > given):
             v = seed.value
             rejected.append(Rejected(v, blocker[0], blocker[1], v.numel * itemsize(v.dtype)))
     groups = _united(program, _merge(grown))
@@ -143,6 +145,17 @@ def _narrowed(program: Program, seed: Seed) -> Seed | None:
     narrow += [(frozenset((a,)), seed.cols) for a in seed.rows if len(seed.rows) > 1]
     found = [s for s in (Seed(seed.value, *sides) for sides in narrow) if _grow(program, s) is None]
     return min(found, key=lambda s: len(s.large), default=None)
+
+
+def _is_iterated(program: Program, seed: Seed, given: int) -> bool:
+    """Whether a region of nothing larger than an input multiplies matrices of its own by each other.
+
+    So does the inverse of landmarks' scores, by iteration: kernels would compute each entry's whole past.
+    """
+    members = [program.by_name[m] for m in seed.members]
+    if max(v.numel for v in members) > given:
+        return False
+    return any(seed.members.keys() >= {*v.reads} and join(program, v) for v in members)
 
 
 def _up_to(program: Program, seed: Seed, other: Seed) -> Seed | None:
