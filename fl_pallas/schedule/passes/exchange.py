@@ -13,14 +13,30 @@ from dataclasses import dataclass, replace
 
 from ..build import dimensions, negate, op, reduce, rewrite, row_major, select, substitute
 from ..dtype import is_float
-from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, children, free_axes, index, load, loads, reductions, walk
+from ..expr import (
+    Axis,
+    Const,
+    Expr,
+    Index,
+    Load,
+    Op,
+    Reduce,
+    children,
+    const,
+    free_axes,
+    index,
+    load,
+    loads,
+    reductions,
+    walk,
+)
 from ..integer import linear
 from ..program import Program, Value
 from .fuse import Fused, Output
 from .resolve_views import inline_load
 
 # Ways of pairing the factors of two products that are tried.
-MAX_PAIRINGS = 24
+MAX_PAIRINGS = 120
 Binding = dict[Axis, Expr]
 
 
@@ -48,11 +64,13 @@ def exchange(
         short = next((s for k in known if (s := _exchanged(whole, k)) is not None), None)
         if short is None:
             continue
-        expr, place = short
+        expr, place, others = short
         own = {a: Axis(f"x{n}", a.extent) for n, a in enumerate(place)}
         expr = substitute(expr, {a: index(b) for a, b in own.items()})
         made.setdefault(expr, Output(f"{name}_d{len(made)}", tuple(own.values()), compute, expr))
         held[r] = load(made[expr].name, tuple(place.values()), compute)
+        for e in others:
+            held[r] = op("mul", held[r], e, dtype=compute)
     if not held:
         return (), groups
     first: dict[tuple[Axis, ...], list[Output]] = {}
@@ -108,9 +126,9 @@ def _parts(axis: Axis, e: Expr) -> tuple[Axis, ...]:
     return tuple(dimensions(axis, steps))
 
 
-def _exchanged(r: Reduce, known: _Known) -> tuple[Expr, Binding] | None:
+def _exchanged(r: Reduce, known: _Known) -> tuple[Expr, Binding, tuple[Expr, ...]] | None:
     """`r` as a sum over an axis of what is known; and its free axes, in the order of those, with the index that `r` has
-    for each (a query's own, or along a relative shift). None if it is none.
+    for each (a query's own, or along a relative shift); and what is left to multiply it by. None if it is none.
     """
     if r.kind != "sum" or r.axis.extent != known.sum.axis.extent:
         return None
@@ -123,8 +141,11 @@ def _exchanged(r: Reduce, known: _Known) -> tuple[Expr, Binding] | None:
         moving = [p for p in parts if r.axis in free_axes(p)]
         if not still or not moving:
             continue
-        binding = _matched(known.sum, (*own[:n], *own[n + 1 :], *moving), r.axis)
-        if binding is None or any(a.extent > 1 and a not in binding for a in known.axes):
+        found = _matched(known.sum, (*own[:n], *own[n + 1 :], *moving), r.axis)
+        if found is None:
+            continue
+        binding, others = found
+        if any(a.extent > 1 and a not in binding for a in known.axes):
             continue
         bound = {a: binding.get(a, index(a)) for a in known.axes}
         computed: dict[Expr, Expr] = {i: index(a) for a, i in bound.items() if isinstance(i, Op)}
@@ -137,27 +158,42 @@ def _exchanged(r: Reduce, known: _Known) -> tuple[Expr, Binding] | None:
         outer = [i for i in bound.values() if isinstance(i, Index) and i.axis != inner.axis]
         place: Binding = {i.axis: given.get(i, i) for i in outer}
         if frozenset(place) == free_axes(short):
-            return short, place
+            return short, place, others
     return None
 
 
 def _factors(e: Expr) -> tuple[Expr, ...]:
     if isinstance(e, Op) and e.name == "mul":
         return (*_factors(e.args[0]), *_factors(e.args[1]))
+    if isinstance(e, Op) and e.name == "div" and is_float(e.dtype) and not isinstance(e.args[0], Const):
+        return (*_factors(e.args[0]), op("div", const(1.0, e.dtype), e.args[1], dtype=e.dtype))
+    if isinstance(e, Op) and e.name == "neg":
+        return (const(-1.0, e.dtype), *_factors(e.args[0]))
     return (e,)
 
 
-def _matched(known: Reduce, factors: tuple[Expr, ...], axis: Axis) -> Binding | None:
-    """The indices that make the product under `known` the product of `factors`, its axis being `axis`; or None."""
+def _matched(known: Reduce, factors: tuple[Expr, ...], axis: Axis) -> tuple[Binding, tuple[Expr, ...]] | None:
+    """The indices that make the product under `known` the product of `factors`, its axis being `axis`, but for factors
+    that do not vary along it; and those. None if there are none.
+    """
     wanted, factors = (tuple(map(_canonical, fs)) for fs in (_factors(known.body), factors))
-    if len(wanted) != len(factors):
+    varying = [f for f in factors if axis in free_axes(f)]
+    fixed = [f for f in factors if axis not in free_axes(f)]
+    few = len(wanted) - len(varying)
+    if not 0 <= few <= len(fixed):
         return None
-    for order in itertools.islice(itertools.permutations(factors), MAX_PAIRINGS):
+    chosen = ([*varying, *(fixed[n] for n in places)] for places in itertools.combinations(range(len(fixed)), few))
+    orders = (order for some in chosen for order in itertools.permutations(some))
+    for order in itertools.islice(dict.fromkeys(orders), MAX_PAIRINGS):
         binding: Binding = {known.axis: index(axis)}
         pairs = list(zip(wanted, order))
         # Twice: what only arithmetic tells may wait for what is bound last.
         if all(_unify(a, b, binding) for a, b in pairs * 2) and all(substitute(a, binding) is b for a, b in pairs):
-            return binding
+            others = [*fixed]
+            for f in order:
+                if f in others:
+                    others.remove(f)
+            return binding, tuple(others)
     return None
 
 
