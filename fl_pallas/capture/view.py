@@ -23,7 +23,7 @@ from .tensor import (
     normal_dims,
     replaced,
     within,
-)  # fmt: skip
+)
 
 aten = torch.ops.aten
 
