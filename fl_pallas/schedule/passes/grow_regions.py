@@ -155,7 +155,7 @@ def _is_iterated(program: Program, seed: Seed, given: int) -> bool:
     members = [program.by_name[m] for m in seed.members]
     if max(v.numel for v in members) > given:
         return False
-    return any(seed.members.keys() >= {*v.reads} and join(program, v) for v in members)
+    return any(seed.large >= {*v.reads} and join(program, v) for v in members)
 
 
 def _up_to(program: Program, seed: Seed, other: Seed) -> Seed | None:
