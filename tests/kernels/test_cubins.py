@@ -26,12 +26,10 @@ from fl_pallas.schedule import pipeline
 from fl_pallas.schedule.passes import skip_tiles
 from fl_pallas.schedule.plan import KernelPlan
 from fl_pallas.schedule.target import target_of
-from tests.corpus import further, models, research
 from tests.programs import BY_NAME, FUSED, Case
 from tests.unrun import unrun
 
 SEQ = 257
-FURTHER = (*further.CASES, *research.CASES, *models.CASES)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -91,13 +89,11 @@ def compiled(plan: KernelPlan, lower: Callable[[KernelPlan], Lowered], capabilit
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in FUSED])
-def test_compiles(case: Case, pytestconfig: pytest.Config) -> None:
-    """For both architectures; of further programs, for the newer one alone on a CPU without --every-case."""
-    both = case not in FURTHER or torch.cuda.is_available() or pytestconfig.getoption("--every-case")
+def test_compiles(case: Case) -> None:
     dtype = dtype_of(case)
     kernels = kernels_of(case.name, dtype)
     assert kernels or case.kernels is None
-    for (plan, lower), capability in itertools.product(kernels, (80, 90) if both else (90,)):
+    for (plan, lower), capability in itertools.product(kernels, (80, 90)):
         cubin = compiled(plan, lower, capability)
         what = f"{case.name} {plan.name} on sm_{capability}"
         assert cubin.binary.startswith(b"\x7fELF"), what
