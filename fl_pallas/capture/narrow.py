@@ -44,29 +44,32 @@ def narrow(gm: GraphModule) -> None:
 
 def _is_alike(node: Node, before: dict[Node, Node]) -> bool:
     """Whether the operation does the same to what is alike along an expanded dimension."""
-    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        return torch.Tag.nondeterministic_seeded not in node.target.tags  # type: ignore[union-attr]
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.pointwise in tags:
+        return torch.Tag.nondeterministic_seeded not in tags
     if node.target not in _ALONG or len(node.args) <= _ALONG[node.target] or len(node.meta["val"].shape) == 0:
         return False
     (source,) = node.all_input_nodes
     wide, slim = source.meta["val"], before[source].meta["val"]
     if wide.dim() != node.meta["val"].dim():
         return False
-    dims = {d % wide.dim() for d in node.args[_ALONG[node.target]]}  # type: ignore[union-attr]
+    along: Any = node.args[_ALONG[node.target]]
+    dims = {d % wide.dim() for d in along}
     return bool(dims) and all(wide.shape[d] == slim.shape[d] for d in dims)
 
 
-def _recompute(gm: GraphModule, node: Node, val: torch.Tensor, before: dict[Node, Node]) -> None:
+def _recompute(gm: GraphModule, node: Node, val: Any, before: dict[Node, Node]) -> None:
     """The operation on what was expanded; in place of the node, if its result is no smaller."""
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: before.get(n, n))
-    given: Any = map_arg((args, kwargs), lambda n: n.meta["val"])
-    with val.fake_mode:  # type: ignore[attr-defined]
-        made = node.target(*given[0], **given[1])  # type: ignore[operator]
+    operation: Any = node.target
+    args, kwargs = slim = map_arg((node.args, node.kwargs), lambda n: before.get(n, n))
+    given_args, given_kwargs = map_arg(slim, lambda n: n.meta["val"])
+    with val.fake_mode:
+        made = operation(*given_args, **given_kwargs)
     whole = made.shape == val.shape
     if made.dim() != val.dim() or whole and made.stride() != val.stride():
         return
     with gm.graph.inserting_before(node):
-        new = gm.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        new = gm.graph.call_function(operation, args, kwargs)
     new.meta.update({**node.meta, "val": made})
     if whole:
         node.replace_all_uses_with(new)

@@ -26,14 +26,13 @@ from ..expr import (
     free_axes,
     index,
     load,
-    loads,
     reductions,
     walk,
 )
 from ..integer import linear
 from ..program import Program, Value
 from .fuse import Fused, Output
-from .resolve_views import inline_load
+from .resolve_views import inlined
 
 # Ways of pairing the factors of two products that are tried.
 MAX_PAIRINGS = 120
@@ -59,8 +58,9 @@ def exchange(
     found = (r for g in groups for o in g.outputs for r in reductions(o.expr))
     # In the dimensions of the gradient first: those are what the user sees, more often than not.
     known = sorted((k for f in facts for k in _known(f)), key=lambda k: len(k.axes) > len(k.place))
+    pointwise = {v.name: v for v in program.values if v.expr is not None and not reductions(v.expr)}
     for r in dict.fromkeys(found):
-        whole = _inlined(r, program)
+        whole = inlined(r, pointwise)
         short = next((s for k in known if (s := _exchanged(whole, k)) is not None), None)
         if short is None:
             continue
@@ -78,19 +78,6 @@ def exchange(
         first.setdefault(o.axes, []).append(o)
     rest = tuple(Fused(tuple(replace(o, expr=substitute(o.expr, {}, held)) for o in g.outputs)) for g in groups)
     return tuple(Fused(tuple(outputs)) for outputs in first.values()), rest
-
-
-def _inlined(r: Reduce, program: Program) -> Reduce:
-    """`r` with what it loads of values that are made element by element written out."""
-    e: Expr = r
-    while found := {
-        n: inline_load(n, v)
-        for n in loads(e)
-        if (v := program.by_name.get(n.source)) is not None and v.expr is not None and not reductions(v.expr)
-    }:
-        e = substitute(e, {}, dict(found))
-    assert isinstance(e, Reduce)
-    return e
 
 
 @dataclass(frozen=True)
@@ -126,11 +113,11 @@ def _parts(axis: Axis, e: Expr) -> tuple[Axis, ...]:
     return tuple(dimensions(axis, steps))
 
 
-def _exchanged(r: Reduce, known: _Known) -> tuple[Expr, Binding, tuple[Expr, ...]] | None:
+def _exchanged(r: Expr, known: _Known) -> tuple[Expr, Binding, tuple[Expr, ...]] | None:
     """`r` as a sum over an axis of what is known; and its free axes, in the order of those, with the index that `r` has
     for each (a query's own, or along a relative shift); and what is left to multiply it by. None if it is none.
     """
-    if r.kind != "sum" or r.axis.extent != known.sum.axis.extent:
+    if not isinstance(r, Reduce) or r.kind != "sum" or r.axis.extent != known.sum.axis.extent:
         return None
     own = _factors(r.body)
     for n, inner in enumerate(own):
@@ -182,17 +169,16 @@ def _matched(known: Reduce, factors: tuple[Expr, ...], axis: Axis) -> tuple[Bind
     few = len(wanted) - len(varying)
     if not 0 <= few <= len(fixed):
         return None
-    chosen = ([*varying, *(fixed[n] for n in places)] for places in itertools.combinations(range(len(fixed)), few))
-    orders = (order for some in chosen for order in itertools.permutations(some))
-    for order in itertools.islice(dict.fromkeys(orders), MAX_PAIRINGS):
+    chosen = dict.fromkeys(itertools.combinations(fixed, few))
+    orders = ((some, order) for some in chosen for order in itertools.permutations((*varying, *some)))
+    for some, order in itertools.islice(orders, MAX_PAIRINGS):
         binding: Binding = {known.axis: index(axis)}
         pairs = list(zip(wanted, order))
         # Twice: what only arithmetic tells may wait for what is bound last.
         if all(_unify(a, b, binding) for a, b in pairs * 2) and all(substitute(a, binding) is b for a, b in pairs):
             others = [*fixed]
-            for f in order:
-                if f in others:
-                    others.remove(f)
+            for f in some:
+                others.remove(f)
             return binding, tuple(others)
     return None
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...errors import Unsupported
-from ..build import row_major, substitute
+from ..build import row_major
 from ..dtype import compute_dtype, is_float, itemsize
-from ..expr import Expr, Load, Op, index, loads, reductions, walk
+from ..expr import Load, Op, index, loads, reductions, walk
 from ..integer import linear
 from ..program import Program, Value
 from .exchange import exchange
 from .fuse import fuse
 from .grow_regions import grow_regions
-from .resolve_views import inline_load, resolve_views, root_of
+from .resolve_views import inline_load, inlined, resolve_views, root_of
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) ->
     sums = {v.name: v.numel for v in whole.values if v.name in cheap - later and _is_sum(v)}
     seen_as = (v for v in whole.values if sums.get(root_of(whole, v.name)) == v.numel and v.name not in later)
     ordered = sorted(seen_as, key=lambda v: not (v.name in forward and _lies_as_made(whole, v)))
-    facts = tuple(_inlined(whole, v, saved) for v in ordered)
+    unsaved = {v.name: v for v in whole.values if v.expr is not None and v.name not in saved}
+    facts = tuple(replace(v, expr=inlined(v.expr, unsaved)) for v in ordered if v.expr is not None)
     known = _used(whole, backward, saved, facts) | {f.name for f in facts if f.name in saved}
     again = {root_of(whole, r) for v in whole.values if v.name in seen - saved - later for r in v.reads}
     widest = max(whole.by_name[name].numel for name in forward)
@@ -146,19 +147,6 @@ def _lies_as_made(program: Program, v: Value) -> bool:
         return True
     made = row_major(e.index, program.by_name[e.source].axes)
     return linear(made) == linear(row_major(map(index, v.axes), v.axes))
-
-
-def _inlined(program: Program, v: Value, leaves: set[str]) -> Value:
-    """`v` in terms of `leaves` and inputs alone."""
-    expr: Expr | None = v.expr
-    assert expr is not None
-    while found := {
-        n: inline_load(n, source)
-        for n in loads(expr)
-        if n.source not in leaves and (source := program.by_name[n.source]).expr is not None
-    }:
-        expr = substitute(expr, {}, dict(found))
-    return replace(v, expr=expr)
 
 
 def _used(program: Program, backward: tuple[str, ...], saved: set[str], facts: tuple[Value, ...]) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ..build import substitute
@@ -13,6 +14,13 @@ def inline_load(node: Load, value: Value) -> Expr:
     """The expression of `value` at the indices of `node`."""
     assert value.expr is not None
     return substitute(value.expr, dict(zip(value.axes, node.index, strict=True)))
+
+
+def inlined(e: Expr, values: Mapping[str, Value]) -> Expr:
+    """`e` with its loads of `values` written out, and what those load of them."""
+    while found := {n: inline_load(n, values[n.source]) for n in loads(e) if n.source in values}:
+        e = substitute(e, {}, dict(found))
+    return e
 
 
 def resolve_views(program: Program) -> Program:
