@@ -319,7 +319,7 @@ def test_autocast() -> None:
 def test_plan() -> None:
     """The kernel's own meaning, by an evaluator that knows nothing of jax."""
     x = qkv(1, 2, 40, 16)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         made = captured(dropped, x)
     for plan, run, known in made.kernels():
         for name, found in run.run().items():
