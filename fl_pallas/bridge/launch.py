@@ -43,6 +43,14 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
+def prepare() -> None:
+    """Begin what the first kernel would wait for, beside whatever comes before it; the GPU is not touched."""
+    if torch.version.cuda is not None and importlib.util.find_spec("triton") is not None:
+        from ..kernels.cubin import hashing
+
+        hashing()
+
+
 @dataclass(frozen=True)
 class _Launch:
     """One compiled version of a kernel, loaded on a device.

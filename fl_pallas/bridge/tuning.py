@@ -14,7 +14,7 @@ import torch
 
 Launch = Callable[[], None]
 
-# Another than the first must be this much faster, or its time is taken for noise.
+# What is not this much faster takes the same time, but for noise.
 CLEARLY = 0.98
 # How many are timed under load too, and how far behind the fastest they may be at full clock.
 FINALISTS, NEAR = 4, 1.15
@@ -26,15 +26,18 @@ SETTLED, TIMED, LEAST = 80.0, 40.0, 0.1
 def fastest(launches: Sequence[Launch]) -> int:
     """The index of the launch that takes least time on the current device; 0 unless another is clearly faster.
 
-    The clock under load decides, for attention runs in the midst of other work, which heats the GPU as well.
+    The clock under load decides, for attention runs in the midst of other work, which heats the GPU as well; among
+    those that are level there, full clock.
     """
-    times = dict(enumerate(map(milliseconds, launches)))
-    first, *others = sorted(times, key=times.__getitem__)
-    near = [n for n in others[: FINALISTS - 1] if times[n] <= NEAR * times[first]]
-    if near and times[first] >= LEAST:
-        times = {n: _under_load(launches[n], times[n]) for n in sorted((first, *near))}
-    best = min(times, key=times.__getitem__)
-    return best if times[best] < CLEARLY * times.get(0, math.inf) else 0
+    alone = dict(enumerate(map(milliseconds, launches)))
+    first, *others = sorted(alone, key=alone.__getitem__)
+    near = [n for n in others[: FINALISTS - 1] if alone[n] <= NEAR * alone[first]]
+    level = {*alone}
+    if near and alone[first] >= LEAST:
+        loaded = {n: _under_load(launches[n], alone[n]) for n in sorted((first, *near))}
+        level = {n for n in loaded if CLEARLY * loaded[n] <= min(loaded.values())}
+    best = min(level, key=alone.__getitem__)
+    return 0 if 0 in level and CLEARLY * alone[0] <= alone[best] else best
 
 
 def milliseconds(launch: Launch) -> float:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from triton import knobs
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.cache import triton_key
 
 from ..errors import Unsupported
 from .lower import Lowered
@@ -68,11 +71,22 @@ def simplified(lowered: Lowered, capability: int) -> Lowered:
     return replace(lowered, ttir=module.str_nodebug())
 
 
+@functools.cache
+def hashing() -> Future[str]:
+    """Triton's hash of its own files, which it looks kernels up by: 0.3 s of the first one, begun in a thread here."""
+    return ThreadPoolExecutor(1).submit(triton_key)
+
+
+# A thread does not live on in a forked process.
+os.register_at_fork(after_in_child=hashing.cache_clear)
+
+
 def compile_kernel(lowered: Lowered, capability: int) -> Any:
     """Compile Triton IR to triton's own CompiledKernel (launchable where there is a GPU).
 
     Raises: Unsupported, with the compiler's words.
     """
+    hashing().result()
     with _file(lowered) as path:
         options = {"num_warps": lowered.warps, "num_stages": lowered.stages, "enable_fp_fusion": True}
         if lowered.registers:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.cache import triton_key
 
 import fl_pallas as fl
 from fl_pallas.bridge import launch
 from fl_pallas.bridge.launch import DirectKernel, alignment, unavailable
+from fl_pallas.kernels.cubin import hashing
 from fl_pallas.kernels.lower import Lowered
 from tests.direct import compile_with
 
@@ -160,3 +162,15 @@ def test_lowering_leaves_jax_alone() -> None:
     """JAX's backends, one of which would be the GPU's, do not start; and if they run, they stay."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's hash of itself begins when a function is decorated, where PyTorch was built for NVIDIA GPUs."""
+    hashing.cache_clear()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    fl.compile(lambda x: x)
+    assert not hashing.cache_info().currsize
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    fl.compile(lambda x: x)
+    assert hashing.cache_info().currsize
+    assert hashing().result() == triton_key()

@@ -33,6 +33,8 @@ def _mean(kernel: Kernel, times: int) -> float:
     [
         ([Kernel(2.05, 2.30), Kernel(2.07, 2.09)], 1),  # the better one under load
         ([Kernel(2.05, 2.30), Kernel(2.07, 2.29)], 0),  # about the same
+        ([Kernel(0.675, 0.690), Kernel(0.626, 0.699)], 1),  # level under load, the better one alone
+        ([Kernel(1.0, 1.2), Kernel(0.9, 1.0), Kernel(0.89, 1.01)], 2),
         ([Kernel(1.0, 1.1), Kernel(0.5, 0.55), Kernel(0.51, 0.51)], 2),
         ([Kernel(1.0, 1.3), Kernel(1.2, 1.2)], 0),  # much slower alone
         ([Kernel(0.010, 0.02), Kernel(0.0102, 0.01)], 0),  # too short to heat a GPU
