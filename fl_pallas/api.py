@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +28,7 @@ from .capture.joint import Compiler, differentiable
 from .capture.narrow import narrow
 from .config import Config, config
 from .errors import FallbackWarning, InputError, Unsupported
-from .explain import Explanation, Fallback, Graph
+from .explain import Explanation, Fallback, Graph, Stage
 from .kernels.triton import check_supported
 from .schedule.dtype import itemsize
 from .schedule.passes.keep import inner, keep
@@ -40,6 +42,8 @@ from .schedule.target import HOPPER, Target, target_of
 MAX_SPECIALISATIONS = 256
 # TorchDynamo stops compiling, silently, past this many versions of one function; its own default is 8.
 RECOMPILE_LIMIT = 1024
+# Python's limit of recursion while expressions are planned.
+DEPTH = 10_000
 
 _warned: set[tuple] = set()
 
@@ -218,10 +222,22 @@ class _Specialised:
         return out
 
     def _build(self, args: Sequence[Any]) -> Callable[..., Any]:
+        """What computes the graph for such arguments: kernels and what is left, or PyTorch alone."""
+        try:
+            with _deep():
+                return self._planned(args)
+        except RecursionError:
+            refusal = Unsupported("a chain of operations", "it is too long to be written in terms of its operands")
+        except Unsupported as error:
+            refusal = error
+        self._tell(Graph(None, (_refused(refusal),), ()))
+        return self.gm
+
+    def _planned(self, args: Sequence[Any]) -> Callable[..., Any]:
         reason = _unfit(args)
         if reason is not None:
             # Say so only where something would have been fused.
-            history: list[tuple[str, str]] = []
+            history: list[Stage] = []
             aten = _functional(self.gm, args)
             would = None if aten is None else _scheduled(aten, args, self.settings, history)
             asked = would is not None and (would.regions or would.rejected)
@@ -300,7 +316,7 @@ class _Specialised:
         name: str = "",
         facts: tuple[Value, ...] = (),
     ) -> tuple[Callable[..., Any], Schedule]:
-        history: list[tuple[str, str]] = []
+        history: list[Stage] = []
         found: list[Fallback] = []
         made = _scheduled(aten, args, self.settings, history, facts)
         run, made, left = _realised(aten, made, args, self.settings, self.family, found)
@@ -314,6 +330,18 @@ class _Specialised:
         else:
             for f in graph.fallbacks:
                 _report(f, self.settings)
+
+
+@contextlib.contextmanager
+def _deep() -> Iterator[None]:
+    """Lets expressions nest as deep as DEPTH: fifty steps of a bisection, each of which sums a row, are beyond what
+    Python allows."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, DEPTH))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def _refused(refusal: Unsupported) -> Fallback:
@@ -343,7 +371,7 @@ def _scheduled(
     aten: torch.fx.GraphModule,
     args: Sequence[Any],
     settings: Config,
-    history: list[tuple[str, str]],
+    history: list[Stage],
     facts: tuple[Value, ...] = (),
 ) -> Schedule:
     """What becomes of a functional graph."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -15,6 +16,9 @@ from .schedule.cost import Cost, plan_cost, unfused_cost
 from .schedule.pipeline import Schedule
 from .schedule.plan import KernelPlan
 from .schedule.text import plan_text
+
+Stage = tuple[str, Callable[[], str]]
+"""The name of a pass, and what prints the IR after it."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +52,14 @@ class Graph:
     Attributes:
       schedule: None if the graph runs in PyTorch whole.
       fallbacks: what could not be fused.
-      history: (stage, text) after each pass.
+      history: what the passes made, in order.
       left: operations that PyTorch runs, by name and count.
       name: "forward" or "backward", where gradients are asked for.
     """
 
     schedule: Schedule | None
     fallbacks: tuple[Fallback, ...]
-    history: tuple[tuple[str, str], ...]
+    history: tuple[Stage, ...]
     left: tuple[tuple[str, int], ...] = ()
     name: str = ""
 
@@ -85,7 +89,7 @@ class Explanation:
     def ir(self, stage: str | None = None) -> str:
         """The IR after each pass (or after `stage` alone), graph after graph."""
         return "\n\n".join(
-            f"=== graph {n}: {name}\n{text}"
+            f"=== graph {n}: {name}\n{text()}"
             for n, g in enumerate(self.graphs)
             for name, text in g.history
             if stage in (None, name)

@@ -39,7 +39,7 @@ def stages() -> dict[str, str]:
 
 def test_stages(request: pytest.FixtureRequest) -> None:
     """`--update-golden` rewrites the page."""
-    made, text = stages(), PAGE.read_text()
+    made, text = {name: print() for name, print in stages().items()}, PAGE.read_text()
     current = STAGE.sub(lambda m: m[1] + m[2] + made[m[1]], text)
     assert [m[1] for m in STAGE.finditer(text)] == ["resolve_views", "grow_regions", "fuse", "cut", "plan"]
     assert made["split_reductions"] == made["fuse"]

@@ -299,7 +299,8 @@ def substitute(e: Expr, mapping: Mapping[Axis, Expr], replace: Mapping[Any, Expr
 
     Raises: Unsupported where reductions inside reductions make the expression too large to work on.
     """
-    return _substitute(e, dict(mapping), dict(replace or {}), {}, [MAX_STEPS])
+    changed = {a: i for a, i in mapping.items() if i is not index(a)}
+    return _substitute(e, changed, dict(replace or {}), {}, [MAX_STEPS])
 
 
 def _substitute(

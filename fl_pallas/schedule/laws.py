@@ -17,7 +17,7 @@ Let x be what depends on the loop axis and r what moves with the loop (running r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from .build import negate, op, select
@@ -292,16 +292,25 @@ def non_negative(e: Expr, positive: frozenset[str]) -> bool:
 
 def holds_large(e: Expr) -> bool:
     """Whether a number is among the terms of `e` that scores reach by masks alone."""
-    if isinstance(e, Const):
-        return is_float(e.dtype) and LARGE <= abs(e.value) < math.inf
-    return isinstance(e, Op) and is_float(e.dtype) and any(map(holds_large, e.args))
+    return any(isinstance(n, Const) and is_float(n.dtype) and LARGE <= abs(n.value) < math.inf for n in _terms(e))
 
 
 def reads_beyond(e: Expr, reference: Expr) -> bool:
     """Whether data along axes that `reference` lacks is among the terms of `e`, other than in sums (masks come so)."""
-    if isinstance(e, Load):
-        return is_float(e.dtype) and not free_axes(e) <= free_axes(reference)
-    return isinstance(e, Op) and is_float(e.dtype) and any(reads_beyond(a, reference) for a in e.args)
+    own = free_axes(reference)
+    return any(isinstance(n, Load) and is_float(n.dtype) and not free_axes(n) <= own for n in _terms(e))
+
+
+def _terms(e: Expr) -> Iterator[Expr]:
+    """What `e` is made of element by element: its nodes, each once, but for those inside of sums and of indices."""
+    seen, stack = {e}, [e]
+    while stack:
+        n = stack.pop()
+        yield n
+        if isinstance(n, Op) and is_float(n.dtype):
+            new = [a for a in n.args if a not in seen]
+            seen.update(new)
+            stack += new
 
 
 def may_be_large(e: Expr, reference: Expr) -> bool:

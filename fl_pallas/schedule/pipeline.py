@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from .dtype import compute_dtype, itemsize
 from .expr import Expr
@@ -34,7 +35,7 @@ from .target import HOPPER, Target
 from .text import fused_text, growth_text, plan_text, program_text
 from .verify import verify_plan, verify_program, verify_stores
 
-Record = Callable[[str, str], None]
+Record = Callable[[str, Callable[[], str]], None]
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -70,19 +71,19 @@ def computed_again(forward: Schedule, backward: Schedule) -> Value | None:
 def schedule(
     program: Program, target: Target = HOPPER, record: Record = lambda stage, text: None, verify: bool = False
 ) -> Schedule:
-    """Run all passes; `record(stage, text)` receives the IR after each.
+    """Run all passes; `record(stage, text)` receives the IR after each, `text()` being its print.
 
     Raises: ScheduleError if, with `verify`, a Program or KernelPlan is not well formed: an error in a pass.
     """
     if verify:
         verify_program(program)
-    record("program", program_text(program))
+    record("program", partial(program_text, program))
     program = resolve_views(program)
     if verify:
         verify_program(program)
-    record("resolve_views", program_text(program))
+    record("resolve_views", partial(program_text, program))
     growth = grow_regions(program)
-    record("grow_regions", growth_text(growth))
+    record("grow_regions", partial(growth_text, growth))
     compute = compute_dtype([v.dtype for v in program.values if v.axes])
     shapes: Shapes = {v.name: v.shape for v in (*program.values, *program.facts)}
     regions, kernels = [], []
@@ -91,21 +92,21 @@ def schedule(
         plans: list[KernelPlan] = []
         groups = fuse(program, region)
         for fused in groups:
-            record("fuse", fused_text(fused))
+            record("fuse", partial(fused_text, fused))
         groups = tuple(map(unflatten, groups))
         for fused in groups:
-            record("unflatten", fused_text(fused))
+            record("unflatten", partial(fused_text, fused))
         groups = tuple(map(split_reductions, groups))
         for fused in groups:
-            record("split_reductions", fused_text(fused))
+            record("split_reductions", partial(fused_text, fused))
         short, groups = exchange(groups, program, program.facts, f"r{n}", compute)
         groups = tuple(without_divisions(fused, program.facts) for fused in groups)
         groups = tabulate(short, groups, f"r{n}", compute)
         for fused in groups:
-            record("without_divisions", fused_text(fused))
+            record("without_divisions", partial(fused_text, fused))
         groups = tuple(map(expand_squares, groups))
         for fused in groups:
-            record("expand_squares", fused_text(fused))
+            record("expand_squares", partial(fused_text, fused))
         parts = cut_apart(groups, f"r{n}")
         between = _stored(program, region, [o for part in parts for o in part.outputs])
         rejected += between
@@ -113,7 +114,7 @@ def schedule(
             continue
         regions.append(region)
         for part in parts:
-            record("cut", fused_text(part))
+            record("cut", partial(fused_text, part))
             apart = part_outputs(part, compute)
             held: dict[Expr, Expr] = {}
             if shared := share(apart, f"r{n}_s{len(plans)}", compute, shapes):
@@ -125,7 +126,7 @@ def schedule(
         for plan in plans:
             if verify:
                 verify_plan(plan)
-            record("plan", plan_text(plan))
+            record("plan", partial(plan_text, plan))
         kernels.append(tuple(plans))
     if verify:
         verify_stores(plan for region in kernels for plan in region)

@@ -94,8 +94,10 @@ def growth_text(growth: Growth) -> str:
 
 
 def fused_text(fused: Fused) -> str:
-    """One line per output."""
-    return "\n".join(f"{o.name}{axes_text(o.axes)}: {o.dtype} = {expr_text(o.expr)}" for o in fused.outputs)
+    """What several places share, then one line per output."""
+    names = shared(o.expr for o in fused.outputs)
+    lines = [f"{o.name}{axes_text(o.axes)}: {o.dtype} = {expr_text(o.expr, names)}" for o in fused.outputs]
+    return "\n".join([*_shared_text(names, ""), *lines])
 
 
 def plan_text(plan: KernelPlan) -> str:
