@@ -135,15 +135,16 @@ def _exchanged(r: Expr, known: _Known) -> tuple[Expr, Binding, tuple[Expr, ...]]
         if any(a.extent > 1 and a not in binding for a in known.axes):
             continue
         bound = {a: binding.get(a, index(a)) for a in known.axes}
-        computed: dict[Expr, Expr] = {i: index(a) for a, i in bound.items() if isinstance(i, Op)}
+        # Features of two axes that are summed as one stay parts of that sum.
+        given = {a: i for a, i in bound.items() if isinstance(i, Op) and inner.axis not in free_axes(i)}
+        computed: dict[Expr, Expr] = {i: index(a) for a, i in given.items()}
         bound = {a: computed.get(i, i) for a, i in bound.items()}
         body: Expr = load(known.name, tuple(substitute(i, bound) for i in known.place), known.dtype)
         for p in still:
             body = op("mul", substitute(p, {}, computed), body, dtype=inner.body.dtype)
         short = reduce("sum", inner.axis, body, r.body.dtype)
-        given = {i: e for e, i in computed.items()}
         outer = [i for i in bound.values() if isinstance(i, Index) and i.axis != inner.axis]
-        place: Binding = {i.axis: given.get(i, i) for i in outer}
+        place: Binding = {i.axis: given.get(i.axis, i) for i in outer}
         if frozenset(place) == free_axes(short):
             return short, place, others
     return None

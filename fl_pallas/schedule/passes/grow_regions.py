@@ -8,11 +8,12 @@ one of the two sides, backward over what would be as large (masks, biases) or co
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
-from ..build import substitute
+from ..build import op, substitute
 from ..dtype import itemsize
-from ..expr import Axis, Load, free_axes, index, load, loads, reductions
+from ..expr import Axis, Expr, Load, free_axes, index, load, loads, reductions
 from ..program import Program, Value, depends
 from .joins import Seed, ends, has_weight, is_blow_up, is_larger, join, serves, turned
 from .resolve_views import inline_load, root_of
@@ -245,26 +246,30 @@ def _add_member(program: Program, v: Value, seed: Seed) -> bool:
     """
     assert v.expr is not None
     found = {n: inline_load(n, seed.members[n.source]) for n in loads(v.expr) if n.source in seed.members}
-    member = replace(v, expr=substitute(v.expr, {}, dict(found)))
-    seed.members[v.name] = member
+    reads = [n for n in loads(substitute(v.expr, {}, dict(found))) if n.source == seed.value.name]
+    # Only these are looked at: written out whole, members of a chain of reductions would double with each.
+    seed.members[v.name] = replace(v, expr=functools.reduce(_beside, reads) if reads else v.expr)
     own = frozenset(v.axes)
     rows: frozenset[Axis] = frozenset()
     cols: frozenset[Axis] = frozenset()
     large = False
-    for node in loads(member.expr):  # type: ignore
-        if node.source == seed.value.name:
-            every = [_indexing(node, seed.value, side) for side in (seed.rows, seed.cols)]
-            along_rows, along_cols = (own & axes for axes in every)
-            rows, cols = rows | along_rows, cols | along_cols
-            if seed.rows and seed.cols:
-                reduced = (along_cols <= along_rows and every[1] - own) or (along_rows <= along_cols and every[0] - own)
-                diagonal = len(along_rows | along_cols) == 1 and not divides(node)
-                large |= bool(along_rows and along_cols) and not (reduced or diagonal)
-            else:
-                # A side of extent 1 leaves no axis to look for.
-                large |= bool(along_rows | along_cols)
+    for node in reads:
+        every = [_indexing(node, seed.value, side) for side in (seed.rows, seed.cols)]
+        along_rows, along_cols = (own & axes for axes in every)
+        rows, cols = rows | along_rows, cols | along_cols
+        if seed.rows and seed.cols:
+            reduced = (along_cols <= along_rows and every[1] - own) or (along_rows <= along_cols and every[0] - own)
+            diagonal = len(along_rows | along_cols) == 1 and not divides(node)
+            large |= bool(along_rows and along_cols) and not (reduced or diagonal)
+        else:
+            # A side of extent 1 leaves no axis to look for.
+            large |= bool(along_rows | along_cols)
     seed.sides[v.name] = rows, cols
     return large
+
+
+def _beside(a: Expr, b: Expr) -> Expr:
+    return op("add", a, b, dtype=a.dtype)
 
 
 def _indexing(node: Load, v: Value, side: frozenset[Axis]) -> frozenset[Axis]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..build import cast, op, rewrite
-from ..dtype import is_float, is_int
-from ..expr import Axis, Const, Expr, Load, Op, Reduce, const, free_axes
+from ..dtype import is_float, is_int, itemsize
+from ..expr import Axis, Const, Expr, Load, Op, Reduce, const, free_axes, loads
 from ..integer import bounds, from_linear, linear
 from ..laws import EXACT, holds_large, may_be_large, positive_factor, power_of_difference
 from ..plan import Accumulator, Loop, Step
@@ -37,7 +37,8 @@ def _is_positive(e: Expr) -> bool:
 def _into_exponent(e: Expr, positive: frozenset[str]) -> Expr:
     """`exp(a - b) * (1 / l)` as `exp(a - (b + log(l)))`; `b` and `l`, a load known to be positive, are of a row.
 
-    Not where masks may be large numbers: beside that of a row which sees nothing, `log(l)` would be lost to rounding.
+    Not where masks may be large numbers: beside that of a row which sees nothing, `log(l)` would be lost to rounding;
+    nor where all is in 32 bits, of which sharp scores would lose some.
     """
     if not isinstance(e, Op) or e.name != "mul":
         return e
@@ -48,7 +49,8 @@ def _into_exponent(e: Expr, positive: frozenset[str]) -> Expr:
                 continue
             if isinstance(exponent, Op) and exponent.name == "sub" and free_axes(exponent.args[1]) == free_axes(by):
                 x = exponent.args[0]
-                if may_be_large(x, by):
+                narrow = any(itemsize(n.dtype) == 2 for n in loads(x) if is_float(n.dtype))
+                if may_be_large(x, by) or not narrow:
                     continue
                 row = op("add", exponent.args[1], op("log", by, dtype=e.dtype), dtype=e.dtype)
                 return op("exp", op("sub", x, row, dtype=e.dtype), dtype=e.dtype)
