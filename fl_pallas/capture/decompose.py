@@ -109,6 +109,11 @@ def has_decomposition(target: Any) -> bool:
     return target in _table()
 
 
+def _own(x: Any) -> Any:
+    """Lists of a graph may not be changed; some decompositions change those that they are given."""
+    return [*x] if isinstance(x, list) else x
+
+
 def decomposition(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.fx.Graph, list[Tensor]]:
     """The graph of `target` in simpler operations, and the tensors among its arguments, one per placeholder.
 
@@ -122,7 +127,7 @@ def decomposition(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     def run(*tensors: torch.Tensor) -> Any:
         given = iter(tensors)
         a, k = tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], tree)
-        made = body(*a, **k)
+        made = body(*map(_own, a), **k)
         # A named tuple would put its own constructor into the graph.
         return tuple(made) if isinstance(made, tuple) else made
 
@@ -133,6 +138,7 @@ def decomposition(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                 fakes = [torch.empty(t.shape, dtype=torch_dtype(t.dtype)) for t in inputs]
             graph = make_fx(run, tracing_mode="fake")(*fakes).graph
     except Exception as error:  # a decomposition may fail in any way; PyTorch then runs the operation
-        raise Unsupported(str(target), f"no rule for {target}, and its decomposition fails: {error}") from error
+        first = str(error).partition("\n")[0]
+        raise Unsupported(str(target), f"no rule for {target}, and its decomposition fails: {first}") from error
     graph.eliminate_dead_code()
     return graph, inputs

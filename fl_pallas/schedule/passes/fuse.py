@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..build import row_major, substitute
-from ..expr import Axis, Expr, index, loads, reductions
+from ..expr import Axis, Expr, free_axes, index, loads, reductions
 from ..program import Program, Value
 from .grow_regions import Region
 from .resolve_views import inline_load
 
 # Ways of naming the axes of a further output that are tried.
 MAX_RENAMINGS = 512
+# Reductions, one over what the other was computed for, that are written out in terms of operands.
+MAX_STAGES = 4
 # Elements along the axes that only some outputs of a kernel have.
 MAX_FEATURES = 256
 
@@ -46,16 +49,62 @@ class Fused:
 
 def fuse(program: Program, region: Region) -> tuple[Fused, ...]:
     """A region's values → its outputs as expressions of operands, grouped by the reductions they share."""
-    inlined: dict[str, Value] = {}
-    for name in (*region.members, *region.outputs):
+    stage, stored = _stages(program, region)
+    groups: list[Fused] = []
+    for n in sorted({stage[name] for name in stored}):
+        early = [name for name in region.members if stage[name] <= n and (name not in stored or stage[name] == n)]
+        made = _written_out(program, early)
+        groups += _shared([made[name] for name in early if name in stored])
+    made = _written_out(program, [name for name in (*region.members, *region.outputs) if name not in stored])
+    return (*groups, *_shared([made[name] for name in region.outputs if name in made]))
+
+
+def _written_out(program: Program, names: Iterable[str]) -> dict[str, Value]:
+    """The values in terms of what is not among them; each comes after those that it reads."""
+    made: dict[str, Value] = {}
+    for v in (program.by_name[name] for name in names):
+        expr = v.expr
+        assert expr is not None
+        # A load may be the index of another (a gather).
+        while found := {n: inline_load(n, made[n.source]) for n in loads(expr) if n.source in made}:
+            expr = substitute(expr, {}, dict(found))
+        made[v.name] = Value(v.name, v.axes, v.dtype, expr)
+    return made
+
+
+def _stages(program: Program, region: Region) -> tuple[dict[str, int], set[str]]:
+    """How many reductions each member of a region builds on, each a sum over what the one before was computed for (rows
+    and columns normalised in turn); and those of them that kernels store for later ones, where there are more than
+    MAX_STAGES.
+
+    Written out in terms of operands they would double with each stage; few are left to `cut` to judge.
+    """
+    stage: dict[str, int] = {}
+    stored: set[str] = set()
+    # Of each member, its axes along which it follows those of a reduction that it was made with.
+    follows: dict[str, dict[str, frozenset[Axis]]] = {}
+    for name in region.members:
         v = program.by_name[name]
         assert v.expr is not None
-        expr = v.expr
-        # A load may be the index of another (a gather).
-        while found := {n: inline_load(n, inlined[n.source]) for n in loads(expr) if n.source in inlined}:
-            expr = substitute(expr, {}, dict(found))
-        inlined[name] = Value(v.name, v.axes, v.dtype, expr)
-    rest = sorted((inlined[o] for o in region.outputs), key=lambda v: -len(v.axes))
+        own, made_with, stage[name] = frozenset(v.axes), dict[str, frozenset[Axis]](), 0
+        for n in (n for n in loads(v.expr) if n.source in follows):
+            read = program.by_name[n.source]
+            stage[name] = max(stage[name], stage[n.source])
+            for source, axes in follows[n.source].items():
+                along = frozenset().union(*(free_axes(i) for a, i in zip(read.axes, n.index, strict=True) if a in axes))
+                made_with[source] = made_with.get(source, frozenset()) | along & own
+                if along - own:
+                    stored.add(source)
+                    stage[name] = max(stage[name], stage[source] + 1)
+        if reductions(v.expr) and name not in region.large:
+            made_with[name] = own
+        follows[name] = made_with
+    return stage, stored if max(stage.values()) > MAX_STAGES else set()
+
+
+def _shared(values: list[Value]) -> list[Fused]:
+    """Values grouped by the reductions that they share."""
+    rest = sorted(values, key=lambda v: -len(v.axes))
     groups: list[Fused] = []
     while rest:
         lead = rest.pop(0)
@@ -65,7 +114,7 @@ def fuse(program: Program, region: Region) -> tuple[Fused, ...]:
             rest.remove(found[0])
             group.append(found[1])
         groups.append(Fused(tuple(group)))
-    return tuple(groups)
+    return groups
 
 
 def _renamed(v: Value, axes: tuple[tuple[Axis, ...], ...]) -> Output:

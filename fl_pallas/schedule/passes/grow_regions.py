@@ -9,13 +9,15 @@ one of the two sides, backward over what would be as large (masks, biases) or co
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..build import op, substitute
 from ..dtype import itemsize
 from ..expr import Axis, Expr, Load, free_axes, index, load, loads, reductions
 from ..program import Program, Value, depends
-from .joins import Seed, ends, has_weight, is_blow_up, is_larger, join, serves, turned
+from .joins import Seed, ends, has_weight, is_blow_up, is_larger, is_outer, join, serves, turned
 from .resolve_views import inline_load, root_of
 from .surround import AllSides, divides, uses_division, with_epilogue, with_prologue
 
@@ -133,7 +135,35 @@ def grow_regions(program: Program) -> Growth:
             if v.expr is None and v.why and not v.borrowed and v.numel >= largest and v.name in read:
                 rejected.append(Rejected(v, v, f"{v.why}; a kernel reads it", v.numel * itemsize(v.dtype)))
     fused = {name for r in regions for name in r.members}
-    return Growth(tuple(regions), tuple(r for r in rejected if r.fused or r.value.name not in fused))
+    rejected = [r for r in rejected if r.fused or r.value.name not in fused]
+    # Where something is said already, that is the cause of more.
+    return Growth(tuple(regions), tuple(rejected or itertools.islice(_left_large(program, regions, given), 1)))
+
+
+def _left_large(program: Program, regions: list[Region], given: int) -> Iterator[Rejected]:
+    """What is larger than all that the program is given and returns, and is stored all the same: by kernels, for
+    PyTorch to read, or by PyTorch, which puts tensors, or positions, together.
+    """
+    limit = max(given, *(program.by_name[n].numel for n in program.outputs))
+    maker = {name: region for region in regions for name in region.outputs}
+    seen: set[str] = set()
+    stack = [*program.outputs]
+    while stack:
+        name = stack.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        v, region = program.by_name[name], maker.get(name)
+        members = () if region is None else region.members
+        stack += [r for m in members or (name,) for r in program.by_name[m].reads if r not in members]
+        if v.numel <= limit:
+            continue
+        if region is not None and root_of(program, name) in region.large:
+            reader = next((program.by_name[u] for u in program.users[name] if u not in members), v)
+            why = "PyTorch computes it; a kernel stores what it reads"
+            yield Rejected(v, reader, why, v.numel * itemsize(v.dtype), fused=True)
+        elif region is None and is_outer(v):
+            yield Rejected(v, v, "it is no part of what a kernel computes", v.numel * itemsize(v.dtype))
 
 
 def _narrowed(program: Program, seed: Seed) -> Seed | None:

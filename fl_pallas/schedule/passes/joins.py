@@ -60,6 +60,15 @@ def join(program: Program, v: Value) -> Seed | None:
     return None
 
 
+def is_outer(v: Value) -> bool:
+    """Whether `v` is made, element by element, of tensors that each lack one of its axes, or of positions alone."""
+    if v.expr is None or v.is_view or reductions(v.expr):
+        return False
+    wide = {a for a in v.axes if a.extent > 1}
+    touched = [_touched(n) & wide for n in loads(v.expr)]
+    return len(wide) > 1 and all(t < wide for t in touched)
+
+
 def turned(program: Program, seed: Seed) -> Seed | None:
     """The seed with the axes that its operands share for columns; None if they share none."""
     assert seed.value.expr is not None

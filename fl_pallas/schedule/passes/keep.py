@@ -46,7 +46,7 @@ def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) ->
         if v.name.startswith("tangents") or later.intersection(v.reads):
             later.add(v.name)
     whole = resolve_views(replace(joint, outputs=(*forward, *backward)))
-    cheap, statistics = _kept(resolve_views(replace(joint, outputs=forward)))
+    cheap, statistics, fused = _kept(resolve_views(replace(joint, outputs=forward)))
     saved: set[str] = set()
     stack = [root_of(whole, name) for name in backward]
     seen: set[str] = set()
@@ -61,7 +61,7 @@ def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) ->
         else:
             stack += v.reads
     for v in (v for v in whole.values if v.name in seen or v.name in later):
-        if _compares(whole, v, saved):
+        if _compares(whole, v, saved - fused):
             why = "the gradient goes to what equals the maximum, and scores that are computed again may not (detach it)"
             raise Unsupported("a maximum that needs a gradient", why, v.where)
     # A result may be known in the dimensions in which the user sees it, and in those of the product that made it. Where
@@ -79,15 +79,18 @@ def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) ->
     return Kept(frozenset(saved | known), exact, tuple(f for f in facts if f.name in known))
 
 
-def _kept(program: Program) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of the values of a forward Program that may be kept, and of those among them that are statistics of a row.
+def _kept(program: Program) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """Names of the values of a forward Program that may be kept, of those among them that are statistics of a row, and
+    of all that kernels compute.
 
     What PyTorch computes may, as PyTorch itself would. Of what kernels compute, their results may, and reductions that
     have lost a side of the blow-up (the statistics); the rest is a blow-up, or cheap.
     """
     found = {v.name for v in program.values if not v.is_view}
     statistics: set[str] = set()
+    fused: set[str] = set()
     for region in grow_regions(program).regions:
+        fused.update(region.members)
         results = {root_of(program, name) for name in region.outputs}
         for v in (program.by_name[m] for m in region.members):
             if v.name in results:
@@ -96,7 +99,7 @@ def _kept(program: Program) -> tuple[frozenset[str], frozenset[str]]:
                 statistics.add(v.name)
             else:
                 found.discard(v.name)
-    return frozenset(found), frozenset(statistics)
+    return frozenset(found), frozenset(statistics), frozenset(fused)
 
 
 def inner(program: Program) -> frozenset[str]:
@@ -121,7 +124,7 @@ def inner(program: Program) -> frozenset[str]:
 
 
 def _compares(program: Program, v: Value, saved: set[str]) -> bool:
-    """Whether `v` asks which of floats that are computed again equal their extremum."""
+    """Whether `v` asks which floats equal their extremum, other than those `saved`, which are what they were."""
     tests = [n for n in walk(v.expr) if isinstance(n, Op) and n.name == "eq"] if v.expr is not None else []
     for n in tests:
         sources = {m.source for m in loads(n)} if all(is_float(a.dtype) and loads(a) for a in n.args) else set()
