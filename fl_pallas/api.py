@@ -170,6 +170,10 @@ def _first_line(error: Exception) -> str:
     return next((line for line in lines if "got " in line), lines[0] if lines else repr(error)).strip()
 
 
+class _NoRoad(Unsupported):
+    """The user chose a road that does not lead to the tensors' device: nothing else will do."""
+
+
 class Backend:
     """A TorchDynamo backend; keeps its settings, its kernels and, for fl.explain, what it saw."""
 
@@ -226,6 +230,8 @@ class _Specialised:
         try:
             with _deep():
                 return self._planned(args)
+        except _NoRoad:
+            raise
         except RecursionError:
             refusal = Unsupported("a chain of operations", "it is too long to be written in terms of its operands")
         except Unsupported as error:
@@ -270,13 +276,20 @@ class _Specialised:
         again = computed_again(made["forward"], made["backward"])
         if again is None:
             return run
+        # The graph is PyTorch's as a whole: so is the largest of what kernels would have kept to themselves.
+        program = made["forward"].program
+        large = [program.by_name[m] for region in made["forward"].regions for m in region.large]
+        size = max(v.numel * itemsize(v.dtype) for v in (again, *large))
+        given = max(v.numel * itemsize(v.dtype) for v in program.values if v.op == "input" or v.name in program.outputs)
+        told: list[Graph] = []
         if self.explanation is not None:
             told = self.explanation.graphs[known:]
             del self.explanation.graphs[known:]
+        found = tuple(f for graph in told for f in graph.fallbacks)
+        if not found and (size > given or self.explanation is not None):
             why = "the backward pass needs it, and fuses nothing that is so short"
-            short = Fallback(again.op, why, again.where, again.numel * itemsize(again.dtype))
-            found = tuple(f for graph in told for f in graph.fallbacks)
-            self._tell(Graph(None, found or (short,), tuple(entry for graph in told for entry in graph.history)))
+            found = (Fallback(again.op, why, again.where, size),)
+        self._tell(Graph(None, found, tuple(stage for graph in told for stage in graph.history)))
         return self.gm
 
     def _pass(self, name: str, schedules: dict[str, Schedule]) -> Compiler:
@@ -425,7 +438,7 @@ def _launcher(
     """
     reason = unavailable(device)
     if settings.road == "direct" and reason is not None:
-        raise Unsupported('road="direct"', reason)
+        raise _NoRoad('road="direct"', reason)
     if interpret or settings.road == "dlpack" or reason is not None:
         return DlpackKernel(plan, interpret)
     return DirectKernel(plan, device, settings.tune, family)

@@ -48,7 +48,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
         rows, cols, two_sided = _read_along(v, readers, sides)
         sides[v.name] = ((rows, cols),)
         expands = v.numel > sum(program.by_name[r].numel for r in v.reads)
-        if two_sided or (expands and (not reductions(v.expr) or len(v.reads) == 1)):
+        if two_sided or (expands and (not reductions(v.expr) or len(v.reads) == 1)) or _is_of_positions(program, v):
             fits = expands or not reductions(v.expr)
         elif reductions(v.expr) or v.projection or (is_float(v.dtype) and _read_across(v, readers)):
             fits = False
@@ -57,6 +57,19 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
         if fits:
             members.add(v.name)
     return members
+
+
+def _is_of_positions(program: Program, v: Value) -> bool:
+    """Whether `v` is a table of two positions or more (distances), and made of nothing else."""
+    stack, seen = [v], {v.name}
+    while stack:
+        u = stack.pop()
+        if u.expr is None:
+            return False
+        new = set(u.reads) - seen
+        seen |= new
+        stack += (program.by_name[r] for r in new)
+    return sum(a.extent > 1 for a in v.axes) > 1
 
 
 def _read_across(v: Value, readers: list[Value]) -> bool:
