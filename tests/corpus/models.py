@@ -166,6 +166,44 @@ def overlapping_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bcxy,bcyd->bcxd", scores.softmax(-1), chunks(v))
 
 
+def vector_neurons(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Features that are vectors in space: q, k, v [b,h,n,c,3]."""
+    scores = torch.einsum("bhnci,bhmci->bhnm", q, k) / math.sqrt(3 * q.shape[-2])
+    return torch.einsum("bhnm,bhmci->bhnci", scores.softmax(-1), v)
+
+
+def turned_values(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Values turned by their position, and the result turned back by the query's: cos and sin [n,d/2]."""
+
+    def turn(x: Tensor, sign: int) -> Tensor:
+        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((a * cos - sign * b * sin, sign * a * sin + b * cos), -1).flatten(-2)
+
+    return turn(F.scaled_dot_product_attention(q, k, turn(v, 1)), -1)
+
+
+def sinkhorn_in_logs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Sinkformer: rows and columns normalised in turn, five times."""
+    log = q @ k.mT / math.sqrt(q.shape[-1])
+    for _ in range(5):
+        log = log - log.logsumexp(-1, keepdim=True)
+        log = log - log.logsumexp(-2, keepdim=True)
+    return log.exp() @ v
+
+
+def entmax_by_bisection(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Entmax 1.5: its threshold halved in on, eight times; each needs a sum of the row."""
+    x = q @ k.mT / (2 * math.sqrt(q.shape[-1]))
+    highest = x.amax(-1, keepdim=True)
+    low, high = highest - 1, highest - x.shape[-1] ** -0.5
+    for _ in range(8):
+        middle = (low + high) / 2
+        over = (x - middle).clamp(min=0).square().sum(-1, keepdim=True) >= 1
+        low, high = torch.where(over, middle, low), torch.where(over, high, middle)
+    p = (x - (low + high) / 2).clamp(min=0).square()
+    return p / p.sum(-1, keepdim=True) @ v
+
+
 def _in_eights(*shape: int) -> Inputs:
     """Three tensors [*shape,n,16], n a multiple of 8."""
     return lambda g: tuple(g.normal(*shape, max(1, g.seq // 8) * 8, 16) for _ in range(3))
@@ -187,6 +225,10 @@ CASES: tuple[Case, ...] = (
     Case("cosine_pairs", cosine_pairs, qkv()),
     Case("mapped_over_heads", mapped_over_heads, qkv()),
     Case("landmarks", landmarks, _in_eights(1, 2), kernels=None),
+    Case("vector_neurons", vector_neurons, lambda g: tuple(g.normal(1, 2, g.seq, 6, 3) for _ in range(3))),
+    Case("turned_values", turned_values, qkv_and(lambda g: g.normal(g.seq, 8), lambda g: g.normal(g.seq, 8))),
+    Case("sinkhorn_in_logs", sinkhorn_in_logs, qkv(h=1), kernels=11),
+    Case("entmax_by_bisection", entmax_by_bisection, qkv()),
     Case("overlapping_chunks", overlapping_chunks, _in_eights(2)),
     Case("swin_v2", swin_v2, _windows),
     Case("decomposed_positions", decomposed_positions, _squares),
