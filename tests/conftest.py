@@ -73,6 +73,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
+@pytest.fixture
+def unwarned() -> Iterator[None]:
+    """Warnings given before count as not given."""
+    kept = set(api._warned)
+    api._warned.clear()
+    yield
+    api._warned.update(kept)
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     """The GPU where there is one, else the CPU (Pallas interpret mode)."""

@@ -26,9 +26,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fl_pallas as fl
 from fl_pallas import api
-from fl_pallas.schedule import pipeline
+from fl_pallas.schedule import build, pipeline
 
 from .oracle import check, run_and_check
+from .unrun import unrun
 
 ROOT = Path(__file__).parent.parent
 HERE = Path(__file__).name
@@ -62,15 +63,6 @@ def qkv(n: int = 64, d: int = 16, b: int = 1, dtype: torch.dtype = torch.float32
 
 def fused(fn: Callable, *args: Any, **kwargs: Any) -> int:
     return fl.explain(fn, *args, **kwargs).kernel_count
-
-
-@pytest.fixture
-def unwarned() -> Iterator[None]:
-    """Warnings given before count as not given."""
-    kept = set(api._warned)
-    api._warned.clear()
-    yield
-    api._warned.update(kept)
 
 
 @pytest.fixture
@@ -1090,6 +1082,54 @@ def test_explain_says_what_kernels_store_between_them() -> None:
     stored = [f for f in explanation.fallbacks if f.fused]
     assert explanation.kernel_count == 2 and [f.bytes for f in stored] == [4 * n * n], str(explanation)
     assert "is fused in parts" in str(stored[0])
+
+
+def exponentials(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """Attention free of products: exponentials of w[i, j] + k[j, d], one for each feature."""
+    e = torch.exp(w[None, :, :, None] + k[:, None])
+    return q.sigmoid() * (e * v[:, None]).sum(2) / e.sum(2)
+
+
+def test_what_pytorch_puts_together_is_told(unwarned: None) -> None:
+    """No kernel takes it: larger than all that is given and returned, it is none the less reported."""
+    n, d = 64, 8
+    explanation = fl.explain(exponentials, *(torch.randn(1, n, d) for _ in range(3)), torch.randn(n, n))
+    assert [f.bytes for f in explanation.fallbacks] == [4 * n * n * d], str(explanation)
+
+
+def test_a_program_too_long_to_plan(monkeypatch: pytest.MonkeyPatch, unwarned: None) -> None:
+    monkeypatch.setattr(build, "MAX_STEPS", 2)
+    with pytest.warns(fl.FallbackWarning, match="more than 2 steps"):
+        run_and_check(causal, fl.compile(causal), qkv(40))
+    with pytest.raises(fl.Unsupported, match="more than 2 steps"):
+        fl.compile(causal, fallback="error")(*qkv(40))
+
+
+def test_a_program_too_deep_to_plan(monkeypatch: pytest.MonkeyPatch, unwarned: None) -> None:
+    def deep(*args: Any, **kwargs: Any) -> Any:
+        raise RecursionError
+
+    monkeypatch.setattr(api, "schedule", deep)
+    with pytest.warns(fl.FallbackWarning, match="too long to be written"):
+        run_and_check(causal, fl.compile(causal), qkv(40))
+
+
+def test_fifty_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums that each build on the last nest deeper than Python's limit: planned in one kernel all the same."""
+
+    def halved(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        x = q @ k.mT
+        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+        for _ in range(50):
+            middle = (low + high) / 2
+            over = (x > middle).sum(-1, keepdim=True) > 4
+            low, high = torch.where(over, middle, low), torch.where(over, high, middle)
+        return (x >= low).to(x.dtype) @ v
+
+    with torch.no_grad(), unrun():
+        explanation = fl.explain(halved, *qkv(40))
+    assert explanation.kernel_count == 1 and len(explanation.ir("fuse")) < 20_000
+    assert sys.getrecursionlimit() < api.DEPTH
 
 
 def test_additive_masks_have_an_interior() -> None:

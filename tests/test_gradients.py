@@ -20,7 +20,7 @@ from fl_pallas import api
 from .corpus import basic, normalisers, science, scores
 from .corpus.case import Draw, Inputs, qkv, qkv_and
 from .generated import Spec, specs
-from .oracle import check, check_gradients
+from .oracle import check, check_gradients, gradient_errors
 from .programs import BY_NAME, FUSED, Case
 from .test_programs import dtype_name
 from .unrun import unrun
@@ -44,6 +44,7 @@ QUADRATIC = {
     "decomposed_positions": _NESTED,
     "value_variance_centred": _NESTED,
     "mixing_convolution": "the gradient of a convolution is PyTorch's",
+    "cosine_pairs": "what PyTorch asks of the norms of expanded vectors is PyTorch's",
 }
 """Cases whose backward pass stores something quadratic, and why."""
 
@@ -169,6 +170,52 @@ def _check_refused(case: Case, dtype: torch.dtype, seq: int, device: torch.devic
     check(case.fn, inputs, out, name=case.name)
     with pytest.raises(RuntimeError, match=REFUSED[case.name]):
         out.sum().backward()
+
+
+# --- what went wrong once ----------------------------------------------------------------------
+
+
+def largest_and_own(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest weight of each row, and that of its own position."""
+    p = (q @ k.mT / 4).softmax(-1)
+    return p.amax(-1), p.diagonal(dim1=-2, dim2=-1)
+
+
+@pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")
+def test_maximum_of_what_kernels_store(device: torch.device) -> None:
+    """Scores that a kernel stores need not equal the maximum that another takes: PyTorch differentiates that."""
+    x = [torch.randn(1, 2, 100, 16, device=device) for _ in range(2)]
+    check_gradients(largest_and_own, fl.compile(largest_and_own), x)
+    with pytest.raises(fl.Unsupported, match="maximum that needs a gradient"):
+        fl.compile(largest_and_own, fallback="error")(*[t.requires_grad_() for t in x])
+
+
+def sharp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * 8).softmax(-1) @ v
+
+
+def test_sharp_scores(device: torch.device) -> None:
+    """Scores of a hundred: a row's logarithm added to its maximum would lose what float32 has of it."""
+    torch.manual_seed(2)
+    q, k, v = (torch.randn(8, 2, 40, 16, device=device) for _ in range(3))
+    for e in gradient_errors(sharp, fl.compile(sharp), (q, k, v)):
+        assert e.compiled < max(2 * e.eager, 2e-6), str(e)
+
+
+def neighbours(h: Tensor, keys: Tensor, values: Tensor, words: Tensor) -> Tensor:
+    """kNN-LM: words by what follows the neighbours of a context, and by a layer."""
+    near = (h @ keys.mT).softmax(-1) @ values
+    return (0.3 * near + 0.7 * (h @ words.mT).softmax(-1)).log()
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_a_graph_that_is_given_back_is_told(device: torch.device) -> None:
+    """One short product makes PyTorch take both passes: with the scores that a kernel would have kept to itself."""
+    n, d, words = 200, 8, 11
+    x = [torch.randn(s, d, device=device, requires_grad=True) for s in (n, 2 * n, words)]
+    values = torch.rand(2 * n, words, device=device)
+    with pytest.warns(fl.FallbackWarning, match=f"{n * 2 * n * 4 / 1024:.1f} KiB"):
+        fl.compile(neighbours)(x[0], x[1], values, x[2])
 
 
 # --- finite differences -------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from ..errors import ScheduleError
 from .dtype import DTYPES, is_float, is_int
-from .expr import Axis, Expr, Index, Load, Op, Reduce, Ref, free_axes, loads, walk
+from .expr import Axis, Expr, Index, Load, Op, Reduce, Ref, children, free_axes, loads, walk
 from .integer import bounds
 from .plan import Accumulator, Anchor, KernelPlan, Loop, Step, Store, bounds_of
 from .program import Program, Value, reads_of
@@ -16,6 +16,8 @@ from .text import axes_text, expr_text, plan_text, program_text
 KINDS = ("sum", "max", "min", "prod", "any", "all")
 # Lines of context around the offending one.
 _AROUND = 3
+# How deep an expression is written out.
+_BRIEF = 6
 
 Axes = tuple[Axis, ...]
 
@@ -41,7 +43,7 @@ def verify_program(p: Program) -> None:
                 source = known[node.source]
                 check.load(node, len(source.axes))
                 check.that(
-                    node.dtype == source.dtype, f"{expr_text(node)} is a {node.dtype}, but {source.dtype} is stored"
+                    node.dtype == source.dtype, f"{_brief(node)} is a {node.dtype}, but {source.dtype} is stored"
                 )
             check.refs(v.expr, {})
         known[v.name] = v
@@ -87,28 +89,28 @@ class _Checker:
 
     def bound(self, e: Expr, axes: Iterable[Axis]) -> None:
         loose = sorted(a.name for a in free_axes(e) - set(axes))
-        self.that(not loose, f"{', '.join(loose)} is not bound in {expr_text(e)}")
+        self.that(not loose, f"{', '.join(loose)} is not bound in {_brief(e)}")
 
     def nodes(self, e: Expr) -> None:
         """Each node by itself: types, kinds, index expressions."""
         for n in walk(e):
-            self.that(n.dtype in DTYPES, f"{expr_text(n)} has the unknown type {n.dtype}")
+            self.that(n.dtype in DTYPES, f"{_brief(n)} has the unknown type {n.dtype}")
             if isinstance(n, Load):
                 for i in n.index:
-                    self.that(is_int(i.dtype), f"index {expr_text(i)} of {n.source} is a {i.dtype}, not an integer")
+                    self.that(is_int(i.dtype), f"index {_brief(i)} of {n.source} is a {i.dtype}, not an integer")
             elif isinstance(n, Reduce):
                 self.that(n.kind in KINDS, f"unknown reduction {n.kind}")
                 self.that(n.axis.extent > 0, f"a {n.kind} over the empty axis {n.axis}")
             elif isinstance(n, Op) and n.name == "select":
-                self.that(len(n.args) == 3, f"{expr_text(n)} takes {len(n.args)} arguments")
-                self.that(n.args[0].dtype == "bool", f"the condition of {expr_text(n)} is a {n.args[0].dtype}")
-                self.that(_alike(n.args[1], n.args[2]), f"the branches of {expr_text(n)} differ in type")
+                self.that(len(n.args) == 3, f"{_brief(n)} takes {len(n.args)} arguments")
+                self.that(n.args[0].dtype == "bool", f"the condition of {_brief(n)} is a {n.args[0].dtype}")
+                self.that(_alike(n.args[1], n.args[2]), f"the branches of {_brief(n)} differ in type")
             elif isinstance(n, Index):
                 self.that(n.axis.extent > 0, f"an index along the empty axis {n.axis}")
 
     def load(self, node: Load, rank: int) -> None:
         self.that(
-            len(node.index) == rank, f"{expr_text(node)} has {len(node.index)} indices, {node.source} has {rank} axes"
+            len(node.index) == rank, f"{_brief(node)} has {len(node.index)} indices, {node.source} has {rank} axes"
         )
 
     def refs(self, e: Expr, known: Mapping[str, Axes]) -> None:
@@ -119,6 +121,14 @@ class _Checker:
                     n.axes == known[n.name],
                     f"{n.name} is used over {axes_text(n.axes)}, held over {axes_text(known[n.name])}",
                 )
+
+
+def _brief(e: Expr) -> str:
+    """The text of `e`; what lies deeper than _BRIEF is left out, for messages are made before they are needed."""
+    level: dict[Expr, None] = {e: None}
+    for _ in range(_BRIEF):
+        level = dict.fromkeys(c for n in level for c in children(n))
+    return expr_text(e, dict.fromkeys(level, "…"))
 
 
 def _alike(a: Expr, b: Expr) -> bool:
@@ -205,7 +215,7 @@ class _PlanVerifier:
         single = [a for a in self.plan.grid if a not in wide]
         for e in bounds_of(loop):
             if e is not None:
-                check.that(is_int(e.dtype), f"the bound {expr_text(e)} is a {e.dtype}, not an integer")
+                check.that(is_int(e.dtype), f"the bound {_brief(e)} is a {e.dtype}, not an integer")
                 self.expr(e, single, ends, check)
 
     def store(self, store: Store, check: _Checker) -> None:
@@ -217,7 +227,7 @@ class _PlanVerifier:
         for i, n in store.dims:
             self.expr(i, store.axes, {}, check)
             span = bounds(i)
-            check.that(span is not None and 0 <= span[0] and span[1] < n, f"{expr_text(i)} is outside of 0 .. {n}")
+            check.that(span is not None and 0 <= span[0] and span[1] < n, f"{_brief(i)} is outside of 0 .. {n}")
         if store.dims:
             elements = math.prod(a.extent for a in store.axes)
             check.that(elements == math.prod(store.shape), "its axes and its dimensions differ in size")
