@@ -1097,6 +1097,17 @@ def test_what_pytorch_puts_together_is_told(unwarned: None) -> None:
     assert [f.bytes for f in explanation.fallbacks] == [4 * n * n * d], str(explanation)
 
 
+def test_numbers_beyond_float32() -> None:
+    """The lowest number of a mask, scaled: infinite, as in PyTorch, and no warning."""
+
+    def scaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i = torch.arange(q.shape[-2])
+        mask = torch.where(i[:, None] >= i, 0.0, torch.finfo(q.dtype).min)
+        return ((q @ k.mT + mask) * 1.5).softmax(-1) @ v
+
+    run_and_check(scaled, fl.compile(scaled, fallback="error"), qkv(40))
+
+
 def test_a_program_too_long_to_plan(monkeypatch: pytest.MonkeyPatch, unwarned: None) -> None:
     monkeypatch.setattr(build, "MAX_STEPS", 2)
     with pytest.warns(fl.FallbackWarning, match="more than 2 steps"):

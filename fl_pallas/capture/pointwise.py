@@ -166,6 +166,26 @@ def _ignoring_nan(name: str) -> Formula:
     return formula
 
 
+def _asinh(f: Arith, x: Expr) -> Expr:
+    size = f("abs", x)
+    root = f("sqrt", f("add", f("mul", x, x), 1))
+    small = f("log1p", f("add", size, f("mul", size, f("div", size, f("add", root, 1)))))
+    # Beyond it the square of `x` is lost, or infinite.
+    large = f("add", f("log", size), math.log(2))
+    return f("mul", f("sign", x), f.where(f("gt", size, 2.0**30), large, small))
+
+
+def _acosh(f: Arith, x: Expr) -> Expr:
+    # By its distance from 1, of which x² - 1 would lose what is small.
+    beyond = f("sub", x, 1)
+    root = f("mul", f("sqrt", beyond), f("sqrt", f("add", x, 1)))
+    return f("log1p", f("add", beyond, root))
+
+
+def _atanh(f: Arith, x: Expr) -> Expr:
+    return f("mul", f("sub", f("log1p", x), f("log1p", f("neg", x))), 0.5)
+
+
 def _nan_to_num(
     f: Arith, x: Expr, nan: Number | None = None, posinf: Number | None = None, neginf: Number | None = None
 ) -> Expr:
@@ -221,6 +241,9 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.log10: arithmetic(lambda f, x: f("mul", f("log", x), 1 / math.log(10))),
     aten.sinh: arithmetic(lambda f, x: f("mul", f("sub", f("expm1", x), f("expm1", f("neg", x))), 0.5)),
     aten.cosh: arithmetic(lambda f, x: f("mul", f("add", f("exp", x), f("exp", f("neg", x))), 0.5)),
+    aten.asinh: arithmetic(_asinh),
+    aten.acosh: arithmetic(_acosh),
+    aten.atanh: arithmetic(_atanh),
     aten.reciprocal: arithmetic(lambda f, x: f("div", 1, x)),
     aten.square: arithmetic(lambda f, x: f("mul", x, x)),
     aten.frac: arithmetic(lambda f, x: f("sub", x, f("trunc", x))),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
@@ -225,7 +226,9 @@ class Evaluator:
 
     def _eval(self, e: Expr) -> Tile:
         if isinstance(e, Const):
-            return Tile(jnp.asarray(e.value, self._type(e)), ())
+            # A mask's number, scaled, may be beyond float32: infinite, as in PyTorch.
+            with np.errstate(over="ignore"):
+                return Tile(jnp.asarray(e.value, self._type(e)), ())
         if isinstance(e, Size):
             return Tile(jnp.asarray(self.number(e), jnp.int32), ())
         if isinstance(e, Index):

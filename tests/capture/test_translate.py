@@ -77,7 +77,7 @@ UNARY = {
     name: getattr(torch, name)
     for name in (
         "sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan tanh sigmoid erf floor ceil trunc round neg abs "
-        "sign sgn reciprocal square frac relu sinh cosh isnan isinf isfinite nan_to_num positive"
+        "sign sgn reciprocal square frac relu sinh cosh asinh acosh atanh isnan isinf isfinite nan_to_num positive"
     ).split()
 } | {
     name: getattr(F, name)

@@ -182,6 +182,13 @@ def turned_values(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> 
     return turn(F.scaled_dot_product_attention(q, k, turn(v, 1)), -1)
 
 
+def lorentz(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scores that are distances on a hyperboloid; q and k are its points but for their time."""
+    q_time, k_time = ((x.square().sum(-1, keepdim=True) + 1).sqrt() for x in (q, k))
+    inner = q_time @ k_time.mT - q @ k.mT
+    return (-torch.acosh(inner.clamp(min=1 + 1e-6))).softmax(-1) @ v
+
+
 def sinkhorn_in_logs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Sinkformer: rows and columns normalised in turn, five times."""
     log = q @ k.mT / math.sqrt(q.shape[-1])
@@ -227,6 +234,7 @@ CASES: tuple[Case, ...] = (
     Case("landmarks", landmarks, _in_eights(1, 2), kernels=None),
     Case("vector_neurons", vector_neurons, lambda g: tuple(g.normal(1, 2, g.seq, 6, 3) for _ in range(3))),
     Case("turned_values", turned_values, qkv_and(lambda g: g.normal(g.seq, 8), lambda g: g.normal(g.seq, 8))),
+    Case("lorentz", lorentz, qkv()),
     Case("sinkhorn_in_logs", sinkhorn_in_logs, qkv(h=1), kernels=11),
     Case("entmax_by_bisection", entmax_by_bisection, qkv()),
     Case("overlapping_chunks", overlapping_chunks, _in_eights(2)),
