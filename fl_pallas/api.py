@@ -274,17 +274,23 @@ class _Specialised:
         if "backward" not in made:
             return self.gm
         again = computed_again(made["forward"], made["backward"])
-        if again is None:
-            return run
-        # The graph is PyTorch's as a whole: so is the largest of what kernels would have kept to themselves.
-        program = made["forward"].program
-        large = [program.by_name[m] for region in made["forward"].regions for m in region.large]
-        size = max(v.numel * itemsize(v.dtype) for v in (again, *large))
-        given = max(v.numel * itemsize(v.dtype) for v in program.values if v.op == "input" or v.name in program.outputs)
+        return run if again is None else self._given_back(made["forward"], again, known)
+
+    def _given_back(self, forward: Schedule, again: Value, known: int) -> Callable[..., Any]:
+        """PyTorch's own of both passes: it would compute `again` for the backward pass.
+
+        Args:
+          known: how many graphs were explained before these.
+        """
         told: list[Graph] = []
         if self.explanation is not None:
             told = self.explanation.graphs[known:]
             del self.explanation.graphs[known:]
+        # So is the largest of what kernels would have kept to themselves.
+        values = forward.program.values
+        large = [forward.program.by_name[m] for region in forward.regions for m in region.large]
+        around = [v for v in values if v.op == "input" or v.name in forward.program.outputs]
+        size, given = (max(v.numel * itemsize(v.dtype) for v in some) for some in ((again, *large), around))
         found = tuple(f for graph in told for f in graph.fallbacks)
         if not found and (size > given or self.explanation is not None):
             why = "the backward pass needs it, and fuses nothing that is so short"

@@ -1125,7 +1125,7 @@ def test_a_program_too_deep_to_plan(monkeypatch: pytest.MonkeyPatch, unwarned: N
         run_and_check(causal, fl.compile(causal), qkv(40))
 
 
-def test_fifty_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fifty_steps() -> None:
     """Sums that each build on the last nest deeper than Python's limit: planned in one kernel all the same."""
 
     def halved(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

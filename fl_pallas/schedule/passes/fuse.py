@@ -15,7 +15,7 @@ from ..build import row_major, substitute
 from ..expr import Axis, Expr, free_axes, index, loads, reductions
 from ..program import Program, Value
 from .grow_regions import Region
-from .resolve_views import inline_load
+from .resolve_views import inlined
 
 # Ways of naming the axes of a further output that are tried.
 MAX_RENAMINGS = 512
@@ -63,12 +63,8 @@ def _written_out(program: Program, names: Iterable[str]) -> dict[str, Value]:
     """The values in terms of what is not among them; each comes after those that it reads."""
     made: dict[str, Value] = {}
     for v in (program.by_name[name] for name in names):
-        expr = v.expr
-        assert expr is not None
-        # A load may be the index of another (a gather).
-        while found := {n: inline_load(n, made[n.source]) for n in loads(expr) if n.source in made}:
-            expr = substitute(expr, {}, dict(found))
-        made[v.name] = Value(v.name, v.axes, v.dtype, expr)
+        assert v.expr is not None
+        made[v.name] = Value(v.name, v.axes, v.dtype, inlined(v.expr, made))
     return made
 
 

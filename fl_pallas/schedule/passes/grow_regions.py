@@ -17,7 +17,7 @@ from ..build import op, substitute
 from ..dtype import itemsize
 from ..expr import Axis, Expr, Load, free_axes, index, load, loads, reductions
 from ..program import Program, Value, depends
-from .joins import Seed, ends, has_weight, is_blow_up, is_larger, is_outer, join, serves, turned
+from .joins import Seed, ends, given_or_returned, has_weight, is_blow_up, is_larger, is_outer, join, serves, turned
 from .resolve_views import inline_load, root_of
 from .surround import AllSides, divides, uses_division, with_epilogue, with_prologue
 
@@ -137,14 +137,14 @@ def grow_regions(program: Program) -> Growth:
     fused = {name for r in regions for name in r.members}
     rejected = [r for r in rejected if r.fused or r.value.name not in fused]
     # Where something is said already, that is the cause of more.
-    return Growth(tuple(regions), tuple(rejected or itertools.islice(_left_large(program, regions, given), 1)))
+    return Growth(tuple(regions), tuple(rejected or itertools.islice(_left_large(program, regions), 1)))
 
 
-def _left_large(program: Program, regions: list[Region], given: int) -> Iterator[Rejected]:
+def _left_large(program: Program, regions: list[Region]) -> Iterator[Rejected]:
     """What is larger than all that the program is given and returns, and is stored all the same: by kernels, for
     PyTorch to read, or by PyTorch, which puts tensors, or positions, together.
     """
-    limit = max(given, *(program.by_name[n].numel for n in program.outputs))
+    limit = given_or_returned(program)
     maker = {name: region for region in regions for name in region.outputs}
     seen: set[str] = set()
     stack = [*program.outputs]
@@ -269,7 +269,7 @@ def _covers(program: Program, seed: Seed, other: Seed) -> bool:
 def _add_member(program: Program, v: Value, seed: Seed) -> bool:
     """Record a new member; whether it is as large as the seed.
 
-    The member is written in terms of the seed, so that views in between leave no trace: it is large
+    The member is looked at in terms of the seed, so that views in between leave no trace: it is large
     where one load of the seed still has an index along its rows and another along its columns. One
     axis stands for both only if it was flattened from them, which a division in the indices shows.
     What is reduced along one side is not large for an index that it has of the other (a relative shift).
@@ -277,7 +277,7 @@ def _add_member(program: Program, v: Value, seed: Seed) -> bool:
     assert v.expr is not None
     found = {n: inline_load(n, seed.members[n.source]) for n in loads(v.expr) if n.source in seed.members}
     reads = [n for n in loads(substitute(v.expr, {}, dict(found))) if n.source == seed.value.name]
-    # Only these are looked at: written out whole, members of a chain of reductions would double with each.
+    # A sum of these stands for it: written out whole, members of a chain of reductions would double with each.
     seed.members[v.name] = replace(v, expr=functools.reduce(_beside, reads) if reads else v.expr)
     own = frozenset(v.axes)
     rows: frozenset[Axis] = frozenset()

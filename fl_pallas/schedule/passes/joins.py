@@ -24,7 +24,7 @@ class Seed:
 
     Attributes:
       rows, cols: the axes of the join that only the one side, or only the other, has.
-      members: the region's values, written in terms of the join.
+      members: the region's values; what they load of the join, directly or not, in place of what they are.
       sides: each member's axes along rows and columns.
       large: the members that have both.
     """
@@ -177,10 +177,15 @@ def _weighing(program: Program, seed: Seed, seeds: list[Seed]) -> list[str]:
     """The larger blow-ups that `seed` has no part in, if it is a product alone, no larger than what is given or
     returned."""
     size, name = seed.value.numel, seed.value.name
-    around = (v.numel for v in program.values if v.op == "input" or v.name in program.outputs)
-    if size > max(around) or _path(program, seed.value)[0]:
+    if size > given_or_returned(program) or _path(program, seed.value)[0]:
         return []
     return [n for s in seeds if s.value.numel > size and not depends(program, {n := s.value.name}, {name})]
+
+
+def given_or_returned(program: Program) -> int:
+    """Elements of the largest value that the program is given or returns."""
+    around = (v.numel for v in program.values if v.op == "input" or v.name in program.outputs)
+    return max(around, default=0)
 
 
 def ends(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
@@ -202,8 +207,11 @@ def ends(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
 def _is_table(program: Program, v: Value) -> bool:
     """Whether `v` is made of indices and constants alone, and no larger than an input."""
     given = [i.numel for i in program.values if i.op == "input" and is_float(i.dtype)]
-    if v.numel > max(given, default=0):
-        return False
+    return v.numel <= max(given, default=0) and is_of_positions(program, v)
+
+
+def is_of_positions(program: Program, v: Value) -> bool:
+    """Whether `v` is made of indices and constants alone."""
     stack, seen = [v.name], {v.name}
     while stack:
         u = program.by_name[stack.pop()]

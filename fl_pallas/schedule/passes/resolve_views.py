@@ -17,7 +17,7 @@ def inline_load(node: Load, value: Value) -> Expr:
 
 
 def inlined(e: Expr, values: Mapping[str, Value]) -> Expr:
-    """`e` with its loads of `values` written out, and what those load of them."""
+    """`e` with its loads of `values` written out, and what those load of them; a load may be the index of another."""
     while found := {n: inline_load(n, values[n.source]) for n in loads(e) if n.source in values}:
         e = substitute(e, {}, dict(found))
     return e

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..dtype import is_float
 from ..expr import Axis, Expr, Load, Op, free_axes, loads, reductions, walk
 from ..program import Program, Value, depends
-from .joins import Sides
+from .joins import Sides, is_of_positions
 
 # Float operations of a prologue that may be repeated in the loop (column side) or per row tile (row side).
 MAX_COLUMN_OPS, MAX_ROW_OPS = 3, 12
@@ -48,7 +48,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
         rows, cols, two_sided = _read_along(v, readers, sides)
         sides[v.name] = ((rows, cols),)
         expands = v.numel > sum(program.by_name[r].numel for r in v.reads)
-        if two_sided or (expands and (not reductions(v.expr) or len(v.reads) == 1)) or _is_of_positions(program, v):
+        if two_sided or (expands and (not reductions(v.expr) or len(v.reads) == 1)) or _is_distance(program, v):
             fits = expands or not reductions(v.expr)
         elif reductions(v.expr) or v.projection or (is_float(v.dtype) and _read_across(v, readers)):
             fits = False
@@ -59,17 +59,9 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
     return members
 
 
-def _is_of_positions(program: Program, v: Value) -> bool:
-    """Whether `v` is a table of two positions or more (distances), and made of nothing else."""
-    stack, seen = [v], {v.name}
-    while stack:
-        u = stack.pop()
-        if u.expr is None:
-            return False
-        new = set(u.reads) - seen
-        seen |= new
-        stack += (program.by_name[r] for r in new)
-    return sum(a.extent > 1 for a in v.axes) > 1
+def _is_distance(program: Program, v: Value) -> bool:
+    """Whether `v` is a table of two positions or more, and made of nothing else."""
+    return sum(a.extent > 1 for a in v.axes) > 1 and is_of_positions(program, v)
 
 
 def _read_across(v: Value, readers: list[Value]) -> bool:
