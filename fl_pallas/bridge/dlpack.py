@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -66,6 +67,13 @@ def to_torch(x: jax.Array, shape: Sequence[int], dtype: str) -> torch.Tensor:
     return (out.view(torch.bool) if dtype == "bool" else out).view(tuple(shape))
 
 
+def _current(device: torch.device | None) -> AbstractContextManager[object]:
+    """`device` as PyTorch's current one, from which alone it lends tensors; then the former again, although JAX leaves
+    the one on which it last did something.
+    """
+    return torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
+
+
 class DlpackKernel:
     """A KernelPlan that runs on tensors through JAX."""
 
@@ -82,7 +90,7 @@ class DlpackKernel:
         device = next((t.device for t in operands if t.dim()), None)
         # PyTorch lets a CPU tensor of no dimensions take part in computations on a GPU.
         operands = [t if device is None or t.device == device else t.to(device) for t in operands]
-        with jax.enable_x64(True):
+        with _current(device), jax.enable_x64(True):
             views = [flat_view(t) for t in operands]
             run = self._compiled(tuple(spec for _, spec in views), matmul_precision(self.interpret))
             results = run(*(to_jax(flat) for flat, _ in views))

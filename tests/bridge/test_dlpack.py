@@ -211,3 +211,18 @@ def test_the_interpreter_stores_nothing_beside_its_tile() -> None:
     x = torch.randn(17, 17)
     (out,) = DlpackKernel(plan, True)([x])
     assert torch.equal(out, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_each_gpu_and_the_current_one_stays() -> None:
+    run, inputs = kernel()
+    on_gpu = DlpackKernel(run.plan, interpret=False)
+    want = run(inputs)
+    for current, own in ((0, 1), (0, 0), (1, 0)):
+        with torch.cuda.device(current):
+            got = on_gpu([x.to(f"cuda:{own}") for x in inputs])
+            assert torch.cuda.current_device() == current
+        assert {x.device for x in got} == {torch.device("cuda", own)}
+        for x, kept in zip(got, want, strict=True):
+            torch.testing.assert_close(x.cpu(), kept, rtol=1e-4, atol=1e-4)
