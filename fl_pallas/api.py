@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from .bridge.autograd import differentiated
 from .bridge.dlpack import DlpackKernel
-from .bridge.launch import DirectKernel, Family, prepare, unavailable
+from .bridge.launch import DirectKernel, Family, unavailable
 from .bridge.splice import RegionRunner, splice
 from .capture import translate
 from .capture.aten import mutates_inputs, to_aten
@@ -116,7 +116,6 @@ def _differentiate(out: Any) -> None:
 
 def _compiled(fn: Any, backend: Backend, dynamic: bool | None = None) -> Any:
     """`fn` through TorchDynamo with our backend, its errors made ours."""
-    prepare()
     options: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT} if _has_recompile_limit() else {}
     inner = torch.compile(fn, backend=backend, dynamic=dynamic, **options)
     if isinstance(fn, torch.nn.Module):

@@ -23,6 +23,9 @@ import platformdirs
 
 from .config import config
 
+# The folder of Triton's own files.
+TRITON = "triton"
+
 
 @dataclass(frozen=True)
 class Info:
@@ -104,7 +107,7 @@ def cubins() -> Iterator[None]:
         yield
         return
     with knobs.cache.scope():
-        knobs.cache.dir = str(place / "triton")
+        knobs.cache.dir = str(place / TRITON)
         yield
 
 
@@ -141,10 +144,15 @@ def _files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
 def _prune() -> None:
     root = folder()
     assert root is not None
-    files = sorted(_files(root), key=lambda f: f[1].st_mtime)
-    excess = sum(s.st_size for _, s in files) - config.cache_mb * 2**20
-    for path, stat in files:
+    units: dict[Path, list[tuple[Path, os.stat_result]]] = {}
+    for path, stat in _files(root):
+        # Triton takes some files of a kernel, which are a folder's, for all.
+        unit = path.parent if path.parent.parent.name == TRITON else path
+        units.setdefault(unit, []).append((path, stat))
+    excess = sum(s.st_size for files in units.values() for _, s in files) - config.cache_mb * 2**20
+    for files in sorted(units.values(), key=lambda files: max(s.st_mtime for _, s in files)):
         if excess <= 0:
             return
-        path.unlink(missing_ok=True)
-        excess -= stat.st_size
+        for path, stat in files:
+            path.unlink(missing_ok=True)
+            excess -= stat.st_size

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from triton import knobs
 
 import fl_pallas as fl
 from fl_pallas import cache
@@ -55,6 +56,22 @@ def test_what_was_used_last_stays(place: Path) -> None:
             cache.read("used")
     assert [p.stem for p in entries(place)] == ["new", "used"]
     assert fl.cache.info().bytes <= 2**20
+
+
+def test_a_kernel_of_tritons_goes_whole(place: Path) -> None:
+    """It takes some of a kernel's files for all, and does not compile again; one that was used lately stays."""
+    fl.config.cache_mb = 1
+    with cache.cubins():
+        folder = Path(knobs.cache.dir)
+    for age, name in ((30, "used"), (20, "old")):
+        for kind in ("json", "cubin"):
+            path = folder / name / f"kernel.{kind}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("x" * 300_000)
+            os.utime(path, (path.stat().st_mtime - age,) * 2)
+    os.utime(folder / "used" / "kernel.json")
+    cache.write("new", {"text": "x" * 10_000})
+    assert {p.parent.name for p in folder.rglob("*.*")} == {"used"} and len(list(folder.rglob("*.*"))) == 2
 
 
 def test_off(place: Path) -> None:

@@ -43,14 +43,6 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
-def prepare() -> None:
-    """Begin what the first kernel would wait for, beside whatever comes before it; the GPU is not touched."""
-    if torch.version.cuda is not None and importlib.util.find_spec("triton") is not None:
-        from ..kernels.cubin import hashing
-
-        hashing()
-
-
 @dataclass(frozen=True)
 class _Launch:
     """One compiled version of a kernel, loaded on a device.
@@ -290,7 +282,7 @@ class DirectKernel:
         self, kernel: Laid, operands: Sequence[torch.Tensor], aligned: Sequence[int], own: Laid, index: int
     ) -> tuple[_Launch, Choices]:
         """The kernel as it was kept on disk; else made under the choice that is fastest, or fits first."""
-        from ..kernels.fit import fitting  # here, for the package triton is not everywhere
+        from ..kernels.cubin import address, compile_kernel, hashing, kept_kernel, settings  # triton is not everywhere
 
         major, minor = torch.cuda.get_device_capability(index)
         capability = 10 * major + minor
@@ -298,14 +290,20 @@ class DirectKernel:
         tune = 1 if torch.cuda.is_current_stream_capturing() else max(1, min(self.tune, 1 + len(kernel.plan.others)))
         where = torch.cuda.get_device_name(index) if tune > 1 else capability
         layout = (kernel.operands, kernel.outputs, aligned)
-        key = cache.key_of(fingerprint(kernel.plan), layout, torch.get_float32_matmul_precision(), where, tune)
+        precision = torch.get_float32_matmul_precision()
+        key = cache.key_of(fingerprint(kernel.plan), layout, precision, where, tune, settings())
         kept = cache.read(key)
         every = (kernel.plan.choices, *kernel.plan.others)
         if kept is not None:
-            return self._load(Lowered.from_json(kept["lowered"]), index), every[kept["choice"]]
+            lowered = Lowered.from_json(kept["lowered"])
+            code = kept_kernel(kept["code"]) or compile_kernel(lowered, capability)
+            return self._load(lowered, code, index), every[kept["choice"]]
+
+        hashing()  # it ends while kernels are lowered
+        from ..kernels.fit import fitting
 
         made = fitting(kernel.plan, lambda plan: _lowered(replace(kernel, plan=plan), aligned), capability, tune)
-        launches = [self._load(f.lowered, index) for f in made]
+        launches = [self._load(f.lowered, compile_kernel(f.lowered, capability), index) for f in made]
         best = 0
         if len(made) > 1:
             with_sizes = [
@@ -313,8 +311,8 @@ class DirectKernel:
                 for v, f in zip(launches, made, strict=True)
             ]
             best = self._fastest(with_sizes, operands, index)
-        choices = made[best].choices
-        cache.write(key, {"lowered": made[best].lowered.to_json(), "choice": every.index(choices)})
+        choices, code = made[best].choices, address(launches[best].kernel)
+        cache.write(key, {"lowered": made[best].lowered.to_json(), "choice": every.index(choices), "code": code})
         return launches[best], choices
 
     def _fastest(self, launches: Sequence[_Launch], operands: Sequence[torch.Tensor], index: int) -> int:
@@ -323,12 +321,8 @@ class DirectKernel:
             pointers = [t.data_ptr() for t in (*operands, *[_empty(*layout) for layout in self._outputs])]
             return fastest([lambda v=v: v.run(v.programs, 1, 1, _stream(index), *v.fixed, *pointers) for v in launches])
 
-    def _load(self, lowered: Lowered, index: int) -> _Launch:
-        """Compile for the device `index`, unless Triton's cache has it, and load there."""
-        from ..kernels.cubin import compile_kernel
-
-        major, minor = torch.cuda.get_device_capability(index)
-        kernel = compile_kernel(lowered, 10 * major + minor)
+    def _load(self, lowered: Lowered, kernel: Any, index: int) -> _Launch:
+        """A kernel that Triton has compiled, loaded on the device `index`."""
         if kernel.metadata.global_scratch_size or kernel.metadata.profile_scratch_size:
             raise Unsupported(lowered.name, "Triton wants scratch memory for it")
         with torch.cuda.device(index):

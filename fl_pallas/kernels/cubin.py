@@ -16,10 +16,11 @@ from typing import Any
 
 import triton
 from triton import knobs
-from triton._C.libtriton import ir
+from triton._C.libtriton import get_cache_invalidating_env_vars, ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.runtime.cache import triton_key
+from triton.compiler import CompiledKernel
+from triton.runtime.cache import get_cache_manager, triton_key
 
 from ..errors import Unsupported
 from .lower import Lowered
@@ -95,6 +96,38 @@ def compile_kernel(lowered: Lowered, capability: int) -> Any:
             return triton.compile(path, target=GPUTarget("cuda", capability, WARP), options=options)
         except Exception as e:  # LLVM, ptxas and MLIR each have their own
             raise Unsupported(lowered.name, f"Triton cannot compile it for sm_{capability}: {e}") from e
+
+
+def settings() -> str:
+    """What of the user's environment Triton's code depends on."""
+    return str((sorted(get_cache_invalidating_env_vars().items()), knobs.nvidia.ptxas.path))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What Triton's launcher asks of a kernel's source: the types of its arguments."""
+
+    signature: dict[int, str]
+
+
+def address(kernel: Any) -> dict[str, Any]:
+    """Where Triton's cache keeps a CompiledKernel, in JSON's types."""
+    (name,) = (name for name in kernel.metadata_group if name.endswith(".json"))
+    return {"hash": kernel.hash, "name": name, "signature": [str(kind) for kind in kernel.src.signature.values()]}
+
+
+def kept_kernel(address: dict[str, Any]) -> Any | None:
+    """The CompiledKernel that Triton's cache keeps there; None if it is gone.
+
+    `triton.compile` would find it too, once it has hashed Triton's own files, which the version of `fl_pallas.cache`
+    stands for here.
+    """
+    group = get_cache_manager(address["hash"]).get_group(address["name"])
+    if not group or address["name"] not in group or not any(name.endswith(".cubin") for name in group):
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(group[address["name"]])  # what was used last is removed last
+    return CompiledKernel(_Source(dict(enumerate(address["signature"]))), group, address["hash"])
 
 
 @contextlib.contextmanager

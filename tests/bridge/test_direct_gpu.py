@@ -164,6 +164,7 @@ def test_tuning_and_the_cache(tmp_path: Path) -> None:
         assert fl.cache.info().entries == 1
         torch.compiler.reset()
         patch.setattr("fl_pallas.kernels.fit.fitting", None)
+        patch.setattr("fl_pallas.kernels.cubin.compile_kernel", None)
         run_and_check(softmax_attention, fl.compile(softmax_attention, tune=4), qkv(), name="vanilla")
         assert fl.cache.info().entries == 1
 

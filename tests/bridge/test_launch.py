@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime.cache import triton_key
 
 import fl_pallas as fl
 from fl_pallas.bridge import launch
 from fl_pallas.bridge.launch import DirectKernel, alignment, unavailable
-from fl_pallas.kernels.cubin import hashing
+from fl_pallas.kernels import cubin
+from fl_pallas.kernels.cubin import address, compile_kernel, hashing, kept_kernel
 from fl_pallas.kernels.lower import Lowered
 from tests.direct import compile_with
 
@@ -164,13 +166,49 @@ def test_lowering_leaves_jax_alone() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's hash of itself begins when a function is decorated, where PyTorch was built for NVIDIA GPUs."""
-    hashing.cache_clear()
-    monkeypatch.setattr(torch.version, "cuda", None)
-    fl.compile(lambda x: x)
-    assert not hashing.cache_info().currsize
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    fl.compile(lambda x: x)
-    assert hashing.cache_info().currsize
-    assert hashing().result() == triton_key()
+class Compiled(Recorded):
+    """Compiles for a GPU of its own, and loads nothing."""
+
+    def _built(self, operands: Sequence[Tensor], index: int) -> Any:
+        return DirectKernel._built(self, operands, index)
+
+    def _load(self, lowered: Lowered, kernel: Any, index: int) -> Any:
+        self.loads.append(lowered)
+        return launch._Launch(lambda *a: self.launches.append(a), lowered.programs, (), kernel)
+
+
+def test_what_is_kept_is_not_compiled(
+    recorded: list[Recorded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither lowered nor compiled, and Triton's files are not hashed; compiled again where its code is gone."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "none")
+    monkeypatch.setattr(fl.config, "cache", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    counted: list[Lowered] = []
+    monkeypatch.setattr(cubin, "compile_kernel", lambda *a: counted.append(a[0]) or compile_kernel(*a))
+    inputs = qkv()
+
+    def built() -> Any:
+        hashing.cache_clear()
+        compile_with(Compiled, attention)(*inputs)
+        kernel = Recorded.made[-1]
+        assert len(kernel.loads) == 1
+        return kernel, kernel.family.members[0].launch.kernel
+
+    first, code = built()
+    assert len(counted) == 2 and hashing.cache_info().currsize  # looked at by `fitting`, then loaded
+    again, kept = built()
+    assert len(counted) == 2 and not hashing.cache_info().currsize
+    assert again.loads == first.loads and kept.asm == code.asm and kept.metadata == code.metadata
+    assert dict(kept.src.signature) == dict(code.src.signature)
+    (path,) = tmp_path.rglob("*.cubin")
+    path.unlink()
+    assert kept_kernel(address(code)) is None
+    shutil.rmtree(path.parent)
+    again, made = built()
+    assert len(counted) == 3 and made.metadata == code.metadata
+    monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
+    built()
+    assert len(counted) == 5, "Triton's settings are part of the key"
