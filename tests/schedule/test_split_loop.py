@@ -88,13 +88,22 @@ def parts_of(b: int, heads: int, queries: int, keys: int) -> int:
     return axis.extent if axis is not None else 1
 
 
-def test_when_to_split() -> None:
-    assert parts_of(1, 8, 1, 65536) == 32  # 8 programs become two for each processor
-    assert parts_of(1, 8, 1, 4096) == 16  # of 256 keys at least
-    assert parts_of(1, 8, 1, 2047) == 1  # too short a loop
-    assert parts_of(17, 8, 1, 8192) == 1  # enough programs
-    assert parts_of(1, 9, 2048, 2048) == 1
-    assert parts_of(1, 2, 512, 4096) == 4  # of 1024: a tile of 64 rows wants long parts
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [
+        ((1, 8, 1, 65536), 32),  # 8 programs become two for each processor
+        ((1, 8, 1, 4096), 16),  # of 256 keys at least
+        ((1, 8, 1, 1024), 4),
+        ((1, 8, 1, 511), 1),  # too short a loop
+        ((8, 8, 1, 2048), 4),
+        ((8, 8, 1, 2047), 1),  # too short for so many programs
+        ((17, 8, 1, 8192), 1),  # enough programs
+        ((1, 9, 2048, 2048), 1),
+        ((1, 2, 512, 4096), 4),  # of 1024: a tile of 64 rows wants long parts
+    ],
+)
+def test_when_to_split(sizes: tuple[int, int, int, int], parts: int) -> None:
+    assert parts_of(*sizes) == parts
 
 
 def test_loops_that_depend_on_each_other_stay_whole() -> None:

@@ -15,8 +15,9 @@ from ..plan import Accumulator, Anchor, Choices, KernelPlan, Loop, Step, Store, 
 from ..target import Target
 from .merge_partials import held_type, part_of
 
-# Loops below this extent end before a second launch has begun.
-MIN_EXTENT = 2048
+# Loops below this extent end before a second launch has begun; that is later where programs are so few, one for FEW
+# processors, that each waits for its own loads (H200, B1: S = 1024 takes 12.2 for 15.9 us, and 20.8 for 19.8 at B8).
+MIN_EXTENT, MIN_EXTENT_OF_FEW, FEW = 2048, 512, 4
 # Least indices of the loop in a part; and per row of the tile, for rows are what a part writes and reads again.
 MIN_PART, MIN_PART_PER_ROW = 256, 16
 # Programs wanted for each processor: one loads while another computes. More where data bounds the loop, for parts are
@@ -58,10 +59,11 @@ def split_loop(plan: KernelPlan, merger: str, target: Target) -> tuple[KernelPla
 
 def number_of_parts(plan: KernelPlan, target: Target) -> int:
     """How many programs should share the plan's loop: a power of two; 1 where it is better left whole."""
-    if len(plan.loops) != 1 or plan.loops[0].axis.extent < MIN_EXTENT:
+    if len(plan.loops) != 1:
         return 1
     programs = _programs(plan)
-    if programs >= target.processors:
+    least = MIN_EXTENT_OF_FEW if FEW * programs <= target.processors else MIN_EXTENT
+    if programs >= target.processors or plan.loops[0].axis.extent < least:
         return 1
     tiles = dict(plan.choices.tiles)
     rows = math.prod(n for a, n in tiles.items() if a in plan.grid and a not in plan.features)
