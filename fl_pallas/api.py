@@ -31,6 +31,7 @@ from .errors import FallbackWarning, InputError, Unsupported
 from .explain import Explanation, Fallback, Graph, Stage
 from .kernels.triton import check_supported
 from .schedule.dtype import itemsize
+from .schedule.passes.joins import given_or_returned
 from .schedule.passes.keep import inner, keep
 from .schedule.passes.vanish import vanishing
 from .schedule.pipeline import Schedule, computed_again, schedule
@@ -431,7 +432,20 @@ def _realised(
     except Unsupported as refusal:
         found.append(Fallback(refusal.what, refusal.why, None, 0))
         return None, replace(made, regions=(), kernels=()), Counter()
+    found += _again(spliced, made)
     return spliced.forward, made, Counter(_left(spliced))
+
+
+def _again(spliced: torch.fx.GraphModule, made: Schedule) -> list[Fallback]:
+    """What PyTorch computes although a kernel has it inside, where it is larger than all that is given and returned."""
+    names = {n.name for n in spliced.graph.nodes}
+    members = (made.program.by_name[m] for region in made.regions for m in region.large)
+    left = [v for v in members if v.name in names and v.numel > given_or_returned(made.program)]
+    largest = max(left, key=lambda v: v.numel, default=None)
+    if largest is None:
+        return []
+    size = largest.numel * itemsize(largest.dtype)
+    return [Fallback(largest.op, "PyTorch computes it again, beside the kernels", largest.where, size, fused=True)]
 
 
 def _launcher(

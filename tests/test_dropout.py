@@ -329,7 +329,7 @@ def test_plan() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_machine_code(causal: bool) -> None:
     """Forward and backward kernels keep their registers to themselves."""
-    from fl_pallas.kernels.triton import operand_names
+    from fl_pallas.schedule.plan import operand_names
 
     def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=P)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from ..config import share_gpu_memory
-from ..schedule.plan import KernelPlan
+from ..schedule.plan import KernelPlan, operand_names
 
 share_gpu_memory()
 
@@ -17,7 +17,7 @@ import jax  # noqa: E402  (its memory setting is read at import)
 from jax import lax  # noqa: E402
 
 from ..capture.dtypes import short_dtype  # noqa: E402
-from ..kernels.triton import TensorSpec, operand_names, pallas_function  # noqa: E402
+from ..kernels.triton import TensorSpec, pallas_function  # noqa: E402
 
 # JAX takes CPU memory as it is only at this alignment; bytes.
 ALIGNMENT = 64

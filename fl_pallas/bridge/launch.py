@@ -20,8 +20,8 @@ from ..capture.dtypes import torch_dtype
 from ..errors import Unsupported
 from ..kernels.lower import ALIGNMENT, Lowered, lower
 from ..kernels.sizes import Laid, Mismatch, generalise, laid, opened, programs_of, sizes_of
-from ..kernels.triton import contiguous, grid_size, operand_names
-from ..schedule.plan import Choices, KernelPlan, fingerprint
+from ..kernels.triton import contiguous, grid_size
+from ..schedule.plan import Choices, KernelPlan, fingerprint, operand_names
 from .dlpack import matmul_precision
 from .layout import spec_of
 from .tuning import fastest

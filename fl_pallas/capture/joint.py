@@ -52,10 +52,11 @@ def _distance_backward(
     return (factor.unsqueeze(-1) * slope).sum(-2)
 
 
-# On CPUs, log_sigmoid hands its backward pass a buffer that is not read.
+# On CPUs, log_sigmoid hands its backward pass a buffer that is not read; of nll_loss, the backward pass asks for the
+# sum of weights alone, and PyTorch would compute all log-probabilities with it.
 _OPENED = {
     **_STATISTICS,
-    **get_decompositions((aten.log_sigmoid_forward,)),
+    **get_decompositions((aten.log_sigmoid_forward, aten.nll_loss_forward, aten.nll_loss2d_forward)),
     aten._cdist_backward.default: _distance_backward,
 }
 

@@ -17,8 +17,8 @@ from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
 from ..errors import Unsupported
-from ..schedule.plan import KernelPlan
-from .triton import TensorSpec, contiguous, operand_names, pallas_function
+from ..schedule.plan import KernelPlan, operand_names
+from .triton import TensorSpec, contiguous, pallas_function
 
 # The custom call that carries the Triton IR, in JAX 0.10 and 0.11.
 TARGET = "__gpu$xla.gpu.triton"

@@ -30,8 +30,8 @@ from ..schedule.expr import (
 )
 from ..schedule.inner import MAX_WHOLE, power_of_two
 from ..schedule.integer import MAX_SIZE
-from ..schedule.plan import Choices, KernelPlan, Store
-from .triton import TensorSpec, operand_names, output_specs
+from ..schedule.plan import Choices, KernelPlan, Store, operand_names
+from .triton import TensorSpec, output_specs
 
 # Sizes that hold a stride are given in units that Triton may rely on, elements; the widest load has 16 of them.
 MAX_UNIT = 16

@@ -26,7 +26,17 @@ from ..schedule.expr import (
     walk,
 )
 from ..schedule.interior import bare
-from ..schedule.plan import Accumulator, Interior, KernelPlan, Loop, Step, bounds_of
+from ..schedule.plan import (
+    Accumulator,
+    Interior,
+    KernelPlan,
+    Loop,
+    Step,
+    bounds_of,
+    expressions,
+    operand_names,
+    step_expressions,
+)
 from .pointwise import POINTWISE
 from .tile import COMBINE, JNP, Evaluator, Operand, Scope, Tile, identity_of, seen
 
@@ -56,26 +66,6 @@ def contiguous(shape: tuple[int, ...], dtype: str) -> TensorSpec:
     """The spec of a freshly allocated tensor."""
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return TensorSpec(shape, strides, 0, dtype)
-
-
-def operand_names(plan: KernelPlan) -> tuple[str, ...]:
-    """Names of the tensors a kernel reads, in the order its function takes them."""
-    return tuple(dict.fromkeys(n.source for e in expressions(plan) for n in loads(e)))
-
-
-def expressions(plan: KernelPlan) -> list[Expr]:
-    """Every expression of a plan."""
-    out: list[Expr] = []
-    for loop in plan.loops:
-        out += [e for e in bounds_of(loop) if e is not None]
-        out += [e for s in loop.steps for e in _step_expressions(s)]
-    return out + [s.expr for s in plan.stores]
-
-
-def _step_expressions(step: Step) -> list[Expr]:
-    if isinstance(step, Accumulator):
-        return [step.update] + ([step.correct] if step.correct is not None else [])
-    return [step.value]
 
 
 def check_supported(plan: KernelPlan, interpret: bool) -> None:
@@ -250,7 +240,7 @@ class _Program:
         ev, side = self.ev, self.plan.choices.tile(loop.axis) or 1
         names = [n for s in loop.steps for n in (s.name, f"{s.name}.old")]
         probe = Scope({loop.axis: jnp.int32(0)}, {loop.axis: side}, dict.fromkeys(names))  # type: ignore[arg-type]
-        ev.hoist((e for s in loop.steps for e in _step_expressions(s)), probe)
+        ev.hoist((e for s in loop.steps for e in step_expressions(s)), probe)
 
         def tile(
             n: Array, carry: tuple[Array, ...], interior: Array | bool = False, whole: bool = True

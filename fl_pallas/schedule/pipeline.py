@@ -33,7 +33,7 @@ from .plan import Choices, KernelPlan, Loop, Store
 from .program import Program, Value
 from .target import HOPPER, Target
 from .text import fused_text, growth_text, plan_text, program_text
-from .verify import verify_plan, verify_program, verify_stores
+from .verify import verify_operands, verify_plan, verify_program, verify_stores
 
 Record = Callable[[str, Callable[[], str]], None]
 Shapes = dict[str, tuple[int, ...]]
@@ -127,6 +127,8 @@ def schedule(
             if verify:
                 verify_plan(plan)
             record("plan", partial(plan_text, plan))
+        if verify:
+            verify_operands(program, region.members, plans)
         kernels.append(tuple(plans))
     if verify:
         verify_stores(plan for region in kernels for plan in region)

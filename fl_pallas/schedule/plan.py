@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 
-from .expr import Axis, Expr, index
+from .expr import Axis, Expr, index, loads
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,27 @@ class KernelPlan:
 
     def with_choices(self, choices: Choices) -> KernelPlan:
         return replace(self, choices=choices)
+
+
+def operand_names(plan: KernelPlan) -> tuple[str, ...]:
+    """Names of the tensors a kernel reads, in the order its function takes them."""
+    return tuple(dict.fromkeys(n.source for e in expressions(plan) for n in loads(e)))
+
+
+def expressions(plan: KernelPlan) -> list[Expr]:
+    """Every expression of a plan."""
+    out: list[Expr] = []
+    for loop in plan.loops:
+        out += [e for e in bounds_of(loop) if e is not None]
+        out += [e for s in loop.steps for e in step_expressions(s)]
+    return out + [s.expr for s in plan.stores]
+
+
+def step_expressions(step: Step) -> list[Expr]:
+    """What a step evaluates."""
+    if isinstance(step, Accumulator):
+        return [step.update] + ([step.correct] if step.correct is not None else [])
+    return [step.value]
 
 
 def fingerprint(plan: KernelPlan) -> str:

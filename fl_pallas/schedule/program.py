@@ -24,7 +24,7 @@ class Value:
       reads: names of the values it is computed from.
       why: for extern values, why it has no expression.
       borrowed: for extern values, whether it is a view: its memory is another's.
-      projection: a product with a weight (linear, addmm) that belongs to PyTorch unless fed by a blow-up.
+      projection: a product with a weight (linear, addmm) that belongs to PyTorch unless fed by a blow-up or normalised.
       where: the user's source line.
     """
 

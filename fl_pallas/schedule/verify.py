@@ -9,7 +9,7 @@ from ..errors import ScheduleError
 from .dtype import DTYPES, is_float, is_int
 from .expr import Axis, Expr, Index, Load, Op, Reduce, Ref, children, free_axes, loads, walk
 from .integer import bounds
-from .plan import Accumulator, Anchor, KernelPlan, Loop, Step, Store, bounds_of
+from .plan import Accumulator, Anchor, KernelPlan, Loop, Step, Store, bounds_of, operand_names
 from .program import Program, Value, reads_of
 from .text import axes_text, expr_text, plan_text, program_text
 
@@ -71,6 +71,21 @@ def verify_stores(plans: Iterable[KernelPlan]) -> None:
         names = [s.name for s in plan.stores]
         check.that(known.isdisjoint(names) and len(set(names)) == len(names), f"another store has a name of {names}")
         known.update(names)
+
+
+def verify_operands(program: Program, members: Iterable[str], plans: Iterable[KernelPlan]) -> None:
+    """Check that the kernels of a region load what its members read, what they store themselves, and tensors that are
+    there in any case: PyTorch would compute anything else, with all that leads to it.
+
+    Raises: ScheduleError, with the kernel.
+    """
+    there = {v.name for v in program.values if v.expr is None} | {v.name for v in program.facts}
+    there.update(r for m in members for r in program.by_name[m].reads)
+    for plan in plans:
+        check = _Checker(f"kernel {plan.name}", lambda plan=plan: plan_text(plan))
+        there.update(s.name for s in plan.stores)
+        unknown = set(operand_names(plan)) - there
+        check.that(not unknown, f"it loads {sorted(unknown)}, which its region does not read")
 
 
 class _Checker:

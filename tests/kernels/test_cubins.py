@@ -21,10 +21,9 @@ from fl_pallas.errors import Unsupported
 from fl_pallas.kernels.cubin import Cubin, compile_ttir, is_miscompiled, is_serial, simplified
 from fl_pallas.kernels.fit import SPILL, fitting
 from fl_pallas.kernels.lower import Lowered, lower_contiguous
-from fl_pallas.kernels.triton import operand_names
 from fl_pallas.schedule import pipeline
 from fl_pallas.schedule.passes import skip_tiles
-from fl_pallas.schedule.plan import KernelPlan
+from fl_pallas.schedule.plan import KernelPlan, operand_names
 from fl_pallas.schedule.target import target_of
 from tests.programs import BY_NAME, FUSED, Case
 from tests.unrun import unrun

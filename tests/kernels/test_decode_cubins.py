@@ -7,7 +7,7 @@ import torch
 
 from fl_pallas.kernels.fit import Fitted, fitting
 from fl_pallas.kernels.lower import lower_contiguous
-from fl_pallas.kernels.triton import operand_names
+from fl_pallas.schedule.plan import operand_names
 from tests.corpus.case import Case
 from tests.corpus.decode import CASES
 from tests.plan_evaluate import captured

@@ -18,9 +18,9 @@ from fl_pallas.kernels.fit import SPILL, fitting
 from fl_pallas.kernels.lower import Lowered, lower
 from fl_pallas.kernels.sizes import Laid, Mismatch, generalise, laid, opened, programs_of, sizes_of
 from fl_pallas.kernels.tile import seen
-from fl_pallas.kernels.triton import TensorSpec, contiguous, operand_names, pallas_function
+from fl_pallas.kernels.triton import TensorSpec, contiguous, pallas_function
 from fl_pallas.schedule.expr import reductions
-from fl_pallas.schedule.plan import KernelPlan
+from fl_pallas.schedule.plan import KernelPlan, operand_names
 from tests.plan_evaluate import captured
 from tests.programs import BY_NAME
 

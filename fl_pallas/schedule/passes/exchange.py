@@ -26,6 +26,7 @@ from ..expr import (
     free_axes,
     index,
     load,
+    loads,
     reductions,
     walk,
 )
@@ -34,7 +35,7 @@ from ..program import Program, Value
 from .fuse import Fused, Output
 from .resolve_views import inlined
 
-# Ways of pairing the factors of two products that are tried.
+# Ways of pairing the factors of two products that are looked at.
 MAX_PAIRINGS = 120
 Binding = dict[Axis, Expr]
 
@@ -58,7 +59,7 @@ def exchange(
     found = (r for g in groups for o in g.outputs for r in reductions(o.expr))
     # In the dimensions of the gradient first: those are what the user sees, more often than not.
     known = sorted((k for f in facts for k in _known(f)), key=lambda k: len(k.axes) > len(k.place))
-    pointwise = {v.name: v for v in program.values if v.expr is not None and not reductions(v.expr)}
+    pointwise = _written_out(groups, program)
     for r in dict.fromkeys(found):
         whole = inlined(r, pointwise)
         short = next((s for k in known if (s := _exchanged(whole, k)) is not None), None)
@@ -78,6 +79,19 @@ def exchange(
         first.setdefault(o.axes, []).append(o)
     rest = tuple(Fused(tuple(replace(o, expr=substitute(o.expr, {}, held)) for o in g.outputs)) for g in groups)
     return tuple(Fused(tuple(outputs)) for outputs in first.values()), rest
+
+
+def _written_out(groups: tuple[Fused, ...], program: Program) -> dict[str, Value]:
+    """The values that are known element by element of what the kernels load, or of tensors that are there in any case:
+    to load anything else, PyTorch would have to compute it.
+    """
+    there = {n.source for g in groups for o in g.outputs for n in loads(o.expr)}
+    there |= {v.name for v in program.values if v.expr is None}
+    found: dict[str, Value] = {}
+    for v in program.values:
+        if v.expr is not None and not reductions(v.expr) and there.union(found).issuperset(v.reads):
+            found[v.name] = v
+    return found
 
 
 @dataclass(frozen=True)
@@ -124,14 +138,16 @@ def _exchanged(r: Expr, known: _Known) -> tuple[Expr, Binding, tuple[Expr, ...]]
         if not isinstance(inner, Reduce) or inner.kind != "sum":
             continue
         parts = _factors(inner.body)
-        still = [p for p in parts if r.axis not in free_axes(p)]
-        moving = [p for p in parts if r.axis in free_axes(p)]
-        if not still or not moving:
+        if not any(r.axis in free_axes(p) for p in parts):
             continue
-        found = _matched(known.sum, (*own[:n], *own[n + 1 :], *moving), r.axis)
+        found = _matched(known.sum, (*own[:n], *own[n + 1 :], *parts), r.axis)
         if found is None:
             continue
-        binding, others = found
+        binding, left = found
+        still = [p for p in left if inner.axis in free_axes(p)]
+        others = tuple(p for p in left if inner.axis not in free_axes(p))
+        if not still:
+            continue
         if any(a.extent > 1 and a not in binding for a in known.axes):
             continue
         bound = {a: binding.get(a, index(a)) for a in known.axes}
@@ -165,23 +181,28 @@ def _matched(known: Reduce, factors: tuple[Expr, ...], axis: Axis) -> tuple[Bind
     that do not vary along it; and those. None if there are none.
     """
     wanted, factors = (tuple(map(_canonical, fs)) for fs in (_factors(known.body), factors))
-    varying = [f for f in factors if axis in free_axes(f)]
-    fixed = [f for f in factors if axis not in free_axes(f)]
-    few = len(wanted) - len(varying)
-    if not 0 <= few <= len(fixed):
-        return None
-    chosen = dict.fromkeys(itertools.combinations(fixed, few))
-    orders = ((some, order) for some in chosen for order in itertools.permutations((*varying, *some)))
-    for some, order in itertools.islice(orders, MAX_PAIRINGS):
-        binding: Binding = {known.axis: index(axis)}
-        pairs = list(zip(wanted, order))
-        # Twice: what only arithmetic tells may wait for what is bound last.
-        if all(_unify(a, b, binding) for a, b in pairs * 2) and all(substitute(a, binding) is b for a, b in pairs):
-            others = [*fixed]
-            for f in some:
-                others.remove(f)
-            return binding, tuple(others)
+    pairings = _pairings(wanted, factors, {known.axis: index(axis)})
+    for binding, order, left in itertools.islice(pairings, MAX_PAIRINGS):
+        if any(axis in free_axes(f) for f in left):
+            continue
+        pairs = list(zip(wanted, order, strict=True))
+        # Again: what only arithmetic tells may have waited for what was bound last.
+        if all(_unify(a, b, binding) for a, b in pairs) and all(substitute(a, binding) is b for a, b in pairs):
+            return binding, left
     return None
+
+
+def _pairings(
+    wanted: tuple[Expr, ...], factors: tuple[Expr, ...], binding: Binding
+) -> Iterator[tuple[Binding, tuple[Expr, ...], tuple[Expr, ...]]]:
+    """What may bind each of `wanted` to a factor of its own; those, in order; and the factors that are left."""
+    if not wanted:
+        yield binding, (), factors
+    for n, factor in enumerate(factors if wanted else ()):
+        own = dict(binding)
+        if factor not in factors[:n] and _unify(wanted[0], factor, own):
+            for found, order, left in _pairings(wanted[1:], (*factors[:n], *factors[n + 1 :]), own):
+                yield found, (factor, *order), left
 
 
 def _canonical(e: Expr) -> Expr:
@@ -207,6 +228,8 @@ def _unify(known: Expr, other: Expr, binding: Binding) -> bool:
     """
     if isinstance(known, Index):
         return binding.setdefault(known.axis, other) is other
+    if isinstance(known, Const):
+        return known is other
     if type(known) is not type(other):
         return False
     if isinstance(known, Reduce) and isinstance(other, Reduce):

@@ -84,6 +84,8 @@ def grow_regions(program: Program) -> Growth:
         free = _narrowed(program, seed) if blocker else None
         tried.append((free, None) if free else (seed, blocker))
     for seed, blocker in tried:
+        if blocker is not None and seed.value.projection:
+            continue  # a layer
         if blocker is None:
             others = (other for other, why in tried if why is None and other is not seed)
             seed = next((found for other in others if (found := _up_to(program, seed, other))), seed)

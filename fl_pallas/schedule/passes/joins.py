@@ -106,7 +106,7 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     """
     v = seed.value
     assert v.expr is not None
-    if v.projection or _is_table(program, v):
+    if _is_table(program, v) or v.projection and not (_is_exponent(program, v) and _is_normalised(program, seed)):
         return False
     coupled, followed = _path(program, v)
     larger = is_larger(program, seed)
@@ -122,12 +122,13 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
 def _is_normalised(program: Program, seed: Seed) -> bool:
     """Whether elements of the join meet a reduction of themselves again, as in a softmax.
 
-    In a backward pass that is an input, a number for each index of one side. The gradient of a bias only sums.
+    In a backward pass that is an input, a number for each index of one side, the other being of extent 1 (and not what
+    a batch of one leads with). The gradient of a bias only sums.
     """
     v = seed.value
     sizes = [v.numel // math.prod(a.extent for a in side) for side in (seed.rows, seed.cols)]
     inputs = (i for i in program.values if i.op == "input" and is_float(i.dtype))
-    kept = {i.name for i in inputs if i.numel in sizes and len(i.axes) > 1 == i.axes[-1].extent}
+    kept = {i.name for i in inputs if i.numel in sizes and 1 in i.shape[_leading(i.shape) :]}
     own, statistics = {v.name}, kept
     for u in program.values:
         if u.expr is None or own.isdisjoint(u.reads) and statistics.isdisjoint(u.reads):
@@ -141,6 +142,27 @@ def _is_normalised(program: Program, seed: Seed) -> bool:
         elif not found:
             own.add(u.name)
     return False
+
+
+def _is_exponent(program: Program, v: Value) -> bool:
+    """Whether an exponential is taken of `v`, or of what is made of it element by element: scores, and no features that
+    are normalised by their mean.
+    """
+    stack, seen = [v.name], {v.name}
+    while stack:
+        for user in set(program.users[stack.pop()]) - seen:
+            e = program.by_name[user].expr
+            seen.add(user)
+            if e is not None and any(isinstance(n, Op) and n.name == "exp" for n in walk(e)):
+                return True
+            if e is not None and not reductions(e):
+                stack.append(user)
+    return False
+
+
+def _leading(shape: tuple[int, ...]) -> int:
+    """How many dimensions of extent 1 a shape begins with."""
+    return next((n for n, extent in enumerate(shape) if extent > 1), len(shape))
 
 
 def _asks_again(program: Program, v: Value) -> bool:
@@ -233,7 +255,9 @@ def has_weight(program: Program, v: Value) -> bool:
 
 def _is_weight(program: Program, v: Value, rank: int) -> bool:
     if v.expr is None:
-        return v.op == "parameter" or (v.op == "input" and len(v.axes) == 2 < rank)
+        # A fact is what the forward pass has computed: tokens, not weights, whatever axes a product gave them.
+        made = any(f.name == v.name for f in program.facts)
+        return v.op == "parameter" or (v.op == "input" and len(v.axes) == 2 < rank and not made)
     if len(v.axes) != 2 or reductions(v.expr) or not v.reads:
         return False
     reads = [program.by_name[r] for r in v.reads]

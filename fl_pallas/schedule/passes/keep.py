@@ -155,7 +155,7 @@ def _lies_as_made(program: Program, v: Value) -> bool:
 def _used(program: Program, backward: tuple[str, ...], saved: set[str], facts: tuple[Value, ...]) -> set[str]:
     """The facts by which sums of the backward pass are exchanged."""
     values = tuple(replace(v, expr=None, op="input", reads=()) if v.name in saved else v for v in program.values)
-    alone = resolve_views(Program(values, backward))
+    alone = resolve_views(Program(values, backward, facts))
     compute = compute_dtype([v.dtype for v in alone.values if v.axes])
     found = (exchange(fuse(alone, region), alone, facts, "", compute)[0] for region in grow_regions(alone).regions)
     known = {f.name for f in facts}
