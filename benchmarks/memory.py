@@ -24,7 +24,7 @@ LONG, CHECKED = 16384, 8192
 # What PyTorch itself takes for operations on given tensors that are left to it: layers of a tensor of pairs, which is
 # quadratic, write others (docs/limits.md). The three kernels of landmarks store 0.5 MiB; PyTorch's means of queries and
 # of keys are what is left (on a CPU they copy 16 bits to 32; on a GPU it was not traced).
-LEFT = ("pair_bias", "landmarks")
+LEFT = ("pair_bias", "pair_biased_tokens", "landmarks")
 # float64 references of programs whose eager form is larger than a score matrix stop here, elements.
 LARGEST = 2**31
 

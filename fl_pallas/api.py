@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
@@ -120,8 +121,7 @@ def _compiled(fn: Any, backend: Backend, dynamic: bool | None = None) -> Any:
     options: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT} if _has_recompile_limit() else {}
     inner = torch.compile(fn, backend=backend, dynamic=dynamic, **options)
     if isinstance(fn, torch.nn.Module):
-        inner.forward = _guarded(inner.forward)
-        return inner
+        return _Compiled(inner._orig_mod, inner.dynamo_ctx)
     call = functools.wraps(fn)(_guarded(inner))
     call.__fl_original__ = fn  # type: ignore[attr-defined]
     return call
@@ -165,6 +165,14 @@ def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+class _Compiled(OptimizedModule):
+    """A compiled module whose errors, and whose copies' errors, are ours."""
+
+    def _initialize(self) -> None:
+        super()._initialize()
+        self.forward = _guarded(self.forward)
+
+
 def _first_line(error: Exception) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if "got " in line), lines[0] if lines else repr(error)).strip()
@@ -180,6 +188,10 @@ class Backend:
     def __init__(self, given: dict[str, Any], explanation: Explanation | None = None):
         self.given, self.explanation = given, explanation
         self.family = Family()
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Backend:
+        """Itself: kernels serve the copy of a module (an average of its weights, say) as they serve the module."""
+        return self
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return _Specialised(gm, example_inputs, config.merged(**self.given), self.family, self.explanation)

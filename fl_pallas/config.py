@@ -71,8 +71,11 @@ class Config:
 
         Raises: ConfigError.
         """
-        kept = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Config(**{**kept, **{k: v for k, v in given.items() if v is not None}})
+        made = Config(**{f.name: getattr(self, f.name) for f in fields(self)})
+        for name, value in given.items():
+            if value is not None:
+                setattr(made, name, value)
+        return made
 
 
 def from_environment() -> Config:

@@ -190,9 +190,9 @@ def lorentz(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def sinkhorn_in_logs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Sinkformer: rows and columns normalised in turn, five times."""
+    """Sinkformer: rows and columns normalised in turn, three times."""
     log = q @ k.mT / math.sqrt(q.shape[-1])
-    for _ in range(5):
+    for _ in range(3):
         log = log - log.logsumexp(-1, keepdim=True)
         log = log - log.logsumexp(-2, keepdim=True)
     return log.exp() @ v
@@ -209,6 +209,36 @@ def entmax_by_bisection(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         low, high = torch.where(over, middle, low), torch.where(over, high, middle)
     p = (x - (low + high) / 2).clamp(min=0).square()
     return p / p.sum(-1, keepdim=True) @ v
+
+
+def residual_layers(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Two layers with a residual stream: what the first finishes, the second asks with and adds to."""
+    for _ in range(2):
+        q = q + F.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ v
+    return q
+
+
+def pair_biased_tokens(a: Tensor, w: Tensor, bias: Tensor, gate: Tensor, z: Tensor, w_pairs: Tensor) -> Tensor:
+    """AlphaFold 3's AttentionPairBias: tokens a [b,n,c], weights w [3,c,h·d], pairs z [b,n,n,p]."""
+    q, k, v, g = (x.unflatten(-1, (2, -1)) for x in (a @ w[0] + bias, a @ w[1], a @ w[2], a @ gate))
+    scores = torch.einsum("bihd,bjhd->bijh", q, k) / math.sqrt(q.shape[-1]) + z @ w_pairs
+    return (torch.einsum("bijh,bjhd->bihd", scores.softmax(2), v) * g.sigmoid()).flatten(-2)
+
+
+def tensor_product(heads: Tensor, features: Tensor) -> Tensor:
+    """Queries, keys and values that are means of outer products: heads [3,b,n,r,h], features [3,b,n,r,d]."""
+    q, k, v = torch.einsum("tbnrh,tbnrd->tbhnd", heads, features) / heads.shape[-2]
+    return F.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ (v / 2)
+
+
+def mean_cross_entropy(x: Tensor, w: Tensor, bias: Tensor, wanted: Tensor) -> Tensor:
+    """A language model's head and loss: x [n,c] asks a vocabulary w [m,c]; some positions count for nothing."""
+    return F.cross_entropy(F.linear(x, w, bias), wanted, ignore_index=3)
+
+
+def scores_by_addmm(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """One head, without a batch: q, k, v [n,d], bias [m]."""
+    return torch.addmm(bias, q, k.t(), alpha=0.25).softmax(-1) @ v
 
 
 def _in_eights(*shape: int) -> Inputs:
@@ -235,8 +265,29 @@ CASES: tuple[Case, ...] = (
     Case("vector_neurons", vector_neurons, lambda g: tuple(g.normal(1, 2, g.seq, 6, 3) for _ in range(3))),
     Case("turned_values", turned_values, qkv_and(lambda g: g.normal(g.seq, 8), lambda g: g.normal(g.seq, 8))),
     Case("lorentz", lorentz, qkv()),
-    Case("sinkhorn_in_logs", sinkhorn_in_logs, qkv(h=1), kernels=11),
+    Case("sinkhorn_in_logs", sinkhorn_in_logs, qkv(h=1), kernels=7),
     Case("entmax_by_bisection", entmax_by_bisection, qkv()),
+    Case("residual_layers", residual_layers, qkv(), kernels=2),
+    Case(
+        "pair_biased_tokens",
+        pair_biased_tokens,
+        lambda g: (
+            g.normal(1, g.seq, 24),
+            g.normal(3, 24, 32) / 5,
+            g.normal(32),
+            g.normal(24, 32) / 5,
+            g.normal(1, g.seq, g.seq, 4),
+            g.normal(4, 2),
+        ),
+    ),
+    Case("tensor_product", tensor_product, lambda g: (g.normal(3, 1, g.seq, 4, 2), g.normal(3, 1, g.seq, 4, 16))),
+    Case(
+        "mean_cross_entropy",
+        mean_cross_entropy,
+        lambda g: (g.normal(g.seq, 16), g.normal(300, 16), g.normal(300), g.ints(0, 8, g.seq)),
+        kernels=None,
+    ),
+    Case("scores_by_addmm", scores_by_addmm, lambda g: (*(g.normal(g.seq, 16) for _ in range(3)), g.normal(g.seq))),
     Case("overlapping_chunks", overlapping_chunks, _in_eights(2)),
     Case("swin_v2", swin_v2, _windows),
     Case("decomposed_positions", decomposed_positions, _squares),

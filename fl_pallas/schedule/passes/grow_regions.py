@@ -160,7 +160,7 @@ def _left_large(program: Program, regions: list[Region]) -> Iterator[Rejected]:
         stack += [r for m in members or (name,) for r in program.by_name[m].reads if r not in members]
         if v.numel <= limit:
             continue
-        if region is not None and root_of(program, name) in region.large:
+        if region is not None and any(v.numel >= program.by_name[m].numel for m in region.large):
             reader = next((program.by_name[u] for u in program.users[name] if u not in members), v)
             why = "PyTorch computes it; a kernel stores what it reads"
             yield Rejected(v, reader, why, v.numel * itemsize(v.dtype), fused=True)
