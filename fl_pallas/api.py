@@ -279,7 +279,7 @@ class _Specialised:
         try:
             run = differentiated(*differentiable(self.gm, args, vanishing, keep, inner, forward, backward))
         except Unsupported as refusal:
-            self._tell(Graph(None, (_refused(refusal),), ()))
+            self._tell(Graph(None, (replace(_refused(refusal), bytes=self._unfused(args)),), ()))
             return self.gm
         if "forward" not in made or not made["forward"].regions:
             return run
@@ -287,6 +287,15 @@ class _Specialised:
             return self.gm
         again = computed_again(made["forward"], made["backward"])
         return run if again is None else self._given_back(made["forward"], again, known)
+
+    def _unfused(self, args: Sequence[Any]) -> int:
+        """Bytes of the largest value that kernels would have kept to themselves, of the forward pass; 0 if none."""
+        aten = _functional(self.gm, args)
+        if aten is None:
+            return 0
+        made = _scheduled(aten, args, self.settings, [])
+        large = (made.program.by_name[m] for region in made.regions for m in region.large)
+        return max((v.numel * itemsize(v.dtype) for v in large), default=0)
 
     def _given_back(self, forward: Schedule, again: Value, known: int) -> Callable[..., Any]:
         """PyTorch's own of both passes: it would compute `again` for the backward pass.

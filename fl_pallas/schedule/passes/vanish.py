@@ -101,9 +101,24 @@ class _Algebra:
             p = self.polynomial(v.expr)
             while divisor := next((a for m in p for a, _ in m if isinstance(a, Divisor)), None):
                 p = _cleared(p, divisor)
+            return all(any(self._is_nothing(a, m) for a, _ in m) for m in p)
         except _TooLong:
             return False
-        return not p
+
+    def _is_nothing(self, test: Letter, m: Monomial) -> bool:
+        """Whether `test` says that a sum of what is not negative is 0, and with it each of its terms, and the product
+        `m` has a sum of such terms: a guarded division by Σⱼ e(j) takes Σⱼ e(j)·v(j) for 0 where the former is.
+        """
+        while isinstance(test, Load) and (value := self.program.by_name[test.source]).expr is not None:
+            test = inline_load(test, value)
+        if not isinstance(test, Op) or test.name != "eq":
+            return False
+        sides = [p for p in map(self.polynomial, test.args) if p]
+        letters = [a for p in sides for k in p for a, _ in k]
+        if len(sides) != 1 or len(sides[0]) != 1 or len(letters) != 1 or not isinstance(whole := letters[0], Total):
+            return False
+        sums = [a for a, n in m if isinstance(a, Total) and n > 0]
+        return all(_is_positive(a) for a, _ in whole.product) and any(_is_part(whole, a) for a in sums)
 
     def polynomial(self, e: Expr) -> Polynomial:
         """`e` as a polynomial.
@@ -168,6 +183,22 @@ class _Algebra:
                 term = _times(term, {frozenset({(_named(together, _product(inside)), 1)}): 1.0})
             out = _sum(out, term)
         return out
+
+
+def _is_positive(a: Letter) -> bool:
+    """Whether a letter is never negative."""
+    return _is_truth(a) or isinstance(a, Op) and a.name in ("exp", "exp2", "sigmoid", "abs", "sqrt")
+
+
+def _is_part(whole: Total, other: Total) -> bool:
+    """Whether each term of `other` is one of `whole`, times something."""
+    powers = dict(other.product)
+    for order in itertools.permutations(other.axes, len(whole.axes)):
+        if all(a.extent == b.extent for a, b in zip(whole.axes, order)):
+            own = dict(zip(whole.axes, order))
+            if all(powers.get(_renamed(f, own), 0) >= n > 0 for f, n in whole.product):
+                return True
+    return False
 
 
 _ARITHMETIC = ("add", "sub", "neg", "mul", "div")
