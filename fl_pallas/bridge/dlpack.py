@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -18,6 +19,11 @@ from jax import lax  # noqa: E402
 
 from ..capture.dtypes import short_dtype  # noqa: E402
 from ..kernels.triton import TensorSpec, pallas_function  # noqa: E402
+
+if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
+    # On CPUs a thread of JAX's gives tensors back to PyTorch when a kernel has ended, for which it wants Python's lock:
+    # where Python has ended meanwhile, the process dies of it. Kernels that run in the caller's thread have no such.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 # JAX takes CPU memory as it is only at this alignment; bytes.
 ALIGNMENT = 64
