@@ -94,7 +94,7 @@ def parts_of(b: int, heads: int, queries: int, keys: int) -> int:
         ((1, 8, 1, 65536), 32),  # 8 programs become two for each processor
         ((1, 8, 1, 4096), 16),  # of 256 keys at least
         ((1, 8, 1, 1024), 4),
-        ((1, 8, 1, 511), 1),  # too short a loop
+        ((1, 8, 1, 1023), 1),  # too short a loop
         ((8, 8, 1, 2048), 4),
         ((8, 8, 1, 2047), 1),  # too short for so many programs
         ((17, 8, 1, 8192), 1),  # enough programs

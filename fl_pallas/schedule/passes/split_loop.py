@@ -17,7 +17,7 @@ from .merge_partials import held_type, part_of
 
 # Loops below this extent end before a second launch has begun; that is later where programs are so few, one for FEW
 # processors, that each waits for its own loads (H200, B1: S = 1024 takes 12.2 for 15.9 us, and 20.8 for 19.8 at B8).
-MIN_EXTENT, MIN_EXTENT_OF_FEW, FEW = 2048, 512, 4
+MIN_EXTENT, MIN_EXTENT_OF_FEW, FEW = 2048, 1024, 4
 # Least indices of the loop in a part; and per row of the tile, for rows are what a part writes and reads again.
 MIN_PART, MIN_PART_PER_ROW = 256, 16
 # Programs wanted for each processor: one loads while another computes. More where data bounds the loop, for parts are
