@@ -22,8 +22,8 @@ from tests.programs import FUSED, Case
 LIMIT = 64 * 2**20
 LONG, CHECKED = 16384, 8192
 # What PyTorch itself takes for operations on given tensors that are left to it: layers of a tensor of pairs, which is
-# quadratic, write others (docs/limits.md). The three kernels of landmarks store 0.5 MiB; `torch.mean` of queries [8, 2048,
-# 64] over 2048 takes 128 MiB to accumulate in, eager or not (traced by torch.cuda.memory: `gpu_reduce_kernel`).
+# quadratic, write others (docs/limits.md). The three kernels of landmarks store 0.5 MiB; `torch.mean` of its queries
+# over 2048 of them takes 128 MiB to accumulate in, eager or not (traced by torch.cuda.memory: `gpu_reduce_kernel`).
 LEFT = ("pair_bias", "pair_biased_tokens", "landmarks")
 # float64 references of programs whose eager form is larger than a score matrix stop here, elements.
 LARGEST = 2**31
