@@ -25,7 +25,7 @@ from .bridge.splice import RegionRunner, splice
 from .capture import translate
 from .capture.aten import mutates_inputs, to_aten
 from .capture.drawn import give_back
-from .capture.joint import Compiler, differentiable
+from .capture.joint import NOTHING, Compiler, Known, differentiable
 from .capture.narrow import narrow
 from .config import Config, config
 from .errors import FallbackWarning, InputError, Unsupported
@@ -322,11 +322,11 @@ class _Specialised:
     def _pass(self, name: str, schedules: dict[str, Schedule]) -> Compiler:
         """The compiler of the forward or the backward pass of the graph, which adds its schedule to `schedules`."""
 
-        def compiler(aten: torch.fx.GraphModule, args: Sequence[Any], facts: tuple[Value, ...]) -> Callable[..., Any]:
+        def compiler(aten: torch.fx.GraphModule, args: Sequence[Any], known: Known) -> Callable[..., Any]:
             plain = torch.fx.GraphModule(aten, _copied(aten.graph))
             try:
                 with compile_lock:
-                    run, schedules[name] = self._compiled(aten, args, plain, name, facts)
+                    run, schedules[name] = self._compiled(aten, args, plain, name, known)
             except Unsupported as refusal:
                 self._tell(Graph(None, (_refused(refusal),), (), name=name))
                 return plain.forward
@@ -354,11 +354,11 @@ class _Specialised:
         args: Sequence[Any],
         otherwise: torch.fx.GraphModule,
         name: str = "",
-        facts: tuple[Value, ...] = (),
+        known: Known = NOTHING,
     ) -> tuple[Callable[..., Any], Schedule]:
         history: list[Stage] = []
         found: list[Fallback] = []
-        made = _scheduled(aten, args, self.settings, history, facts)
+        made = _scheduled(aten, args, self.settings, history, known)
         run, made, left = _realised(aten, made, args, self.settings, self.family, found)
         self._tell(Graph(made, tuple(found), tuple(history), tuple(sorted(left.items())), name))
         return run or otherwise.forward, made
@@ -412,11 +412,11 @@ def _scheduled(
     args: Sequence[Any],
     settings: Config,
     history: list[Stage],
-    facts: tuple[Value, ...] = (),
+    known: Known = NOTHING,
 ) -> Schedule:
     """What becomes of a functional graph."""
     with torch.no_grad():
-        program = replace(_marked(translate(aten), aten, args), facts=facts)
+        program = replace(_marked(translate(aten), aten, args), facts=known.facts, saved=known.saved)
     return schedule(program, _target(args), lambda *entry: history.append(entry), verify=settings.verify)
 
 

@@ -402,6 +402,22 @@ def test_module_moves_and_trains() -> None:
     assert wide(torch.randn(1, 64, 32, dtype=torch.float64)).dtype == torch.float64
 
 
+def test_module_is_copied() -> None:
+    """As an average of weights is (torch.optim.swa_utils): the copy computes with its own, and has our errors."""
+    compiled, x = fl.compile(frozen()), torch.randn(1, 64, 32)
+    before = compiled(x)
+    copied = copy.deepcopy(compiled)
+    with torch.no_grad():
+        copied.proj.weight.mul_(0.5)
+    assert torch.equal(compiled(x), before)
+    run_and_check(copied._orig_mod, copied, [x])
+    averaged = torch.optim.swa_utils.AveragedModel(compiled)
+    averaged.update_parameters(compiled)
+    assert torch.equal(averaged(x), before)
+    with pytest.raises(fl.InputError):
+        copied(torch.randn(1, 64, 31))
+
+
 def test_module_inside_a_module() -> None:
     model = nn.Sequential(OrderedDict(a=frozen(), b=nn.Tanh(), c=frozen()))
     x = torch.randn(1, 64, 32)
@@ -475,6 +491,8 @@ def test_config_is_checked(settings: Any) -> None:
     for name, value in (("tune", -1), ("tune", True), ("cache_mb", 1.5), ("cache", None)):
         with pytest.raises(fl.ConfigError, match=f"{name}=.*expected a"):
             setattr(settings, name, value)
+    with pytest.raises(fl.ConfigError, match="no setting is called 'fallbak'"):
+        fl.config.merged(fallbak="torch")
     with pytest.raises(fl.ConfigError, match="no setting is called 'colour'"):
         settings.colour = "red"
 

@@ -16,6 +16,10 @@ from torch import Tensor, nn
 
 import fl_pallas as fl
 from fl_pallas import api
+from fl_pallas.errors import ScheduleError
+from fl_pallas.schedule.expr import reductions
+from fl_pallas.schedule.passes import exchange
+from fl_pallas.schedule.program import Program, Value
 
 from .corpus import basic, normalisers, science, scores
 from .corpus.case import Draw, Inputs, qkv, qkv_and
@@ -216,6 +220,45 @@ def test_a_graph_that_is_given_back_is_told(device: torch.device) -> None:
     values = torch.rand(2 * n, words, device=device)
     with pytest.warns(fl.FallbackWarning, match=f"{n * 2 * n * 4 / 1024:.1f} KiB"):
         fl.compile(neighbours)(x[0], x[1], values, x[2])
+
+
+def sandwich(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Sandwich: a bias that is the sum of cosines of distances."""
+    i = torch.arange(q.shape[-2], device=q.device).float()
+    waves = 10000 ** (-torch.arange(4, device=q.device) / 4)
+    return (q @ k.mT + torch.cos((i[:, None, None] - i[:, None]) * waves).sum(-1)).softmax(-1) @ v
+
+
+@pytest.mark.usefixtures("unwarned")
+@pytest.mark.parametrize("training", [False, True])
+def test_what_is_stored_of_positions_is_told(training: bool, device: torch.device) -> None:
+    """The cosines of all pairs; in training the bias, which the backward pass reads."""
+    n = 200
+    q, k, v = (torch.randn(1, 2, n, 16, device=device, requires_grad=training) for _ in range(3))
+    size = n * n * 4 * (1 if training else 4) / 1024
+    with pytest.warns(fl.FallbackWarning, match=f"{size:.1f} KiB"):
+        fl.compile(sandwich)(q, k, v)
+
+
+def residual(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = q + (q @ k.mT).softmax(-1) @ v
+    return q + (q @ k.mT).softmax(-1) @ v
+
+
+def test_what_pytorch_would_compute_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were an operand of one kernel written out as what is inside of another, it would be told, or the plan refused."""
+
+    def everything(groups: object, program: Program) -> dict[str, Value]:
+        return {v.name: v for v in program.values if v.expr is not None and not reductions(v.expr)}
+
+    monkeypatch.setattr(exchange, "_written_out", everything)
+    inputs = [torch.randn(1, 2, 200, 16, requires_grad=True) for _ in range(3)]
+    with unrun():
+        with pytest.raises(ScheduleError, match="which its region does not read"):
+            fl.explain(residual, *inputs)
+        monkeypatch.setattr(fl.config, "verify", False)
+        (said,) = fl.explain(residual, *inputs).fallbacks
+    assert "computes it again" in said.why and said.bytes == 2 * 200 * 200 * 4
 
 
 # --- finite differences -------------------------------------------------------------------------

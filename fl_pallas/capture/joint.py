@@ -28,7 +28,7 @@ from .narrow import narrow
 from .translate import translate
 
 aten = torch.ops.aten
-Compiler = Callable[[GraphModule, Sequence[Any], tuple[Value, ...]], Callable[..., Any]]
+Compiler = Callable[[GraphModule, Sequence[Any], "Known"], Callable[..., Any]]
 # (joint Program, results of its forward, of its backward) -> names of what is zero whatever the numbers are.
 Vanishing = Callable[[Program, tuple[str, ...], tuple[str, ...]], frozenset[str]]
 # The same -> what is kept.
@@ -63,6 +63,22 @@ _OPENED = {
 
 # Takes a list, which it empties, so that what it was given can be freed.
 Boxed = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a pass besides its graph.
+
+    Attributes:
+      facts: what some of its inputs are, in terms of others.
+      saved: names of the results that only the backward pass reads.
+    """
+
+    facts: tuple[Value, ...] = ()
+    saved: frozenset[str] = frozenset()
+
+
+NOTHING = Known()
 
 
 @dataclass(frozen=True)
@@ -143,12 +159,13 @@ def differentiable(
     passes = Passes(len(inputs), len(_results_of(gm)))
 
     def forward_pass(gm: GraphModule, args: Sequence[Any]) -> Boxed:
-        passes.forward = _pass(gm, lambda: forward(gm, args, ()))
+        results, saved = map(frozenset, _outputs(gm, returned))
+        passes.forward = _pass(gm, lambda: forward(gm, args, Known(saved=saved - results)))
         return _with_own_results(passes.forward.call, returned)
 
     def backward_pass(gm: GraphModule, args: Sequence[Any]) -> Boxed:
         gm = _without_needs(gm)
-        passes.backward = _pass(gm, lambda: backward(gm, args, tuple(facts)))
+        passes.backward = _pass(gm, lambda: backward(gm, args, Known(tuple(facts))))
         return passes.backward.call
 
     compiler = aot_autograd(

@@ -204,9 +204,9 @@ def _weighing(program: Program, seed: Seed, seeds: list[Seed]) -> list[str]:
     return [n for s in seeds if s.value.numel > size and not depends(program, {n := s.value.name}, {name})]
 
 
-def given_or_returned(program: Program) -> int:
-    """Elements of the largest value that the program is given or returns."""
-    around = (v.numel for v in program.values if v.op == "input" or v.name in program.outputs)
+def given_or_returned(program: Program, apart: frozenset[str] = frozenset()) -> int:
+    """Elements of the largest value that the program is given or returns, `apart` from some of its outputs."""
+    around = (v.numel for v in program.values if v.op == "input" or v.name in {*program.outputs} - apart)
     return max(around, default=0)
 
 
