@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 import warnings
 from collections import Counter, OrderedDict
@@ -155,7 +156,7 @@ def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:
                 with compile_lock:
                     return call(*args, **kwargs)
         except TorchRuntimeError as error:
-            raise InputError(f"PyTorch refuses these arguments: {_first_line(error)}") from error
+            raise InputError(f"PyTorch refuses these arguments: {_reason(str(error))}") from error
         except BackendCompilerFailed as error:
             inner = error.inner_exception
             if isinstance(inner, Unsupported):
@@ -173,9 +174,18 @@ class _Compiled(OptimizedModule):
         self.forward = _guarded(self.forward)
 
 
-def _first_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if "got " in line), lines[0] if lines else repr(error)).strip()
+def _reason(text: str) -> str:
+    """PyTorch's own words, the operation with the sizes it was given, and the user's line, of what TorchDynamo says."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [text]
+    told = next((line for line in lines if line.startswith("Explanation: ") or " got " in line), lines[0])
+    raised = re.search(r"got \w+\((['\"])(.*)\1\)", told)
+    said = [raised[2] if raised else told.removeprefix("Explanation: ")]
+    if raised and (call := re.search(r"call_\w+ (?:<[^>]*?)?(\w+)>?\(", told)):
+        sizes = re.findall(r"size=(\(.*?\))", told)
+        said.append(f"{call[1]} of {' and '.join(sizes)}")
+    places = re.findall(r'File "(.+?)", line (\d+), in .*\n\s*(.*)', text.partition("from user code:")[2])
+    said += [f"at {file}:{line} `{code.strip()}`" for file, line, code in places[-1:]]
+    return "; ".join(said)
 
 
 class _NoRoad(Unsupported):

@@ -826,6 +826,19 @@ def test_shapes_that_do_not_fit(compiled: Callable) -> None:
     refused(compiled, [q, k, torch.randn(1, 2, 63, 16)])
 
 
+def test_what_is_said_of_shapes() -> None:
+    """PyTorch's own words, the operation, both sizes and the user's line."""
+    q, k, v = qkv()
+    wrong = torch.randn(1, 2, 64, 17)
+    with pytest.raises(RuntimeError) as eager:
+        attention(q, wrong, v)
+    with pytest.raises(fl.InputError) as said:
+        fl.compile(attention)(q, wrong, v)
+    text = str(said.value)
+    assert str(eager.value) in text and "matmul of (1, 2, 64, 16) and (1, 2, 17, 64)" in text
+    assert re.search(r"test_api\.py:\d+ `.*q @ k", text) and "\n" not in text and "Dynamo" not in text
+
+
 def test_heads_that_do_not_fit() -> None:
     q, _, v = qkv()
     refused(fl.compile(attention), [q, torch.randn(1, 3, 64, 16), v])
