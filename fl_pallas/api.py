@@ -303,9 +303,7 @@ class _Specialised:
         aten = _functional(self.gm, args)
         if aten is None:
             return 0
-        made = _scheduled(aten, args, self.settings, [])
-        large = (made.program.by_name[m] for region in made.regions for m in region.large)
-        return max((v.numel * itemsize(v.dtype) for v in large), default=0)
+        return max(map(_nbytes, _large(_scheduled(aten, args, self.settings, []))), default=0)
 
     def _given_back(self, forward: Schedule, again: Value, known: int) -> Callable[..., Any]:
         """PyTorch's own of both passes: it would compute `again` for the backward pass.
@@ -318,10 +316,8 @@ class _Specialised:
             told = self.explanation.graphs[known:]
             del self.explanation.graphs[known:]
         # So is the largest of what kernels would have kept to themselves.
-        values = forward.program.values
-        large = [forward.program.by_name[m] for region in forward.regions for m in region.large]
-        around = [v for v in values if v.op == "input" or v.name in forward.program.outputs]
-        size, given = (max(v.numel * itemsize(v.dtype) for v in some) for some in ((again, *large), around))
+        around = [v for v in forward.program.values if v.op == "input" or v.name in forward.program.outputs]
+        size, given = (max(map(_nbytes, some)) for some in ((again, *_large(forward)), around))
         found = tuple(f for graph in told for f in graph.fallbacks)
         if not found and (size > given or self.explanation is not None):
             why = "the backward pass needs it, and fuses nothing that is so short"
@@ -448,7 +444,7 @@ def _realised(
                 check_supported(plan, interpret)
         except Unsupported as refusal:
             big = max((made.program.by_name[m] for m in region.members), key=lambda v: v.numel)
-            found.append(Fallback(refusal.what, refusal.why, big.where, big.numel * itemsize(big.dtype)))
+            found.append(Fallback(refusal.what, refusal.why, big.where, _nbytes(big)))
             continue
         launchers = [_launcher(plan, device, interpret, settings, family) for plan in plans]
         runners.append(RegionRunner(region, plans, launchers, [k.names for k in launchers]))
@@ -470,13 +466,21 @@ def _realised(
 def _again(spliced: torch.fx.GraphModule, made: Schedule) -> list[Fallback]:
     """What PyTorch computes although a kernel has it inside, where it is larger than all that is given and returned."""
     names = {n.name for n in spliced.graph.nodes}
-    members = (made.program.by_name[m] for region in made.regions for m in region.large)
-    left = [v for v in members if v.name in names and v.numel > given_or_returned(made.program)]
-    largest = max(left, key=lambda v: v.numel, default=None)
+    limit = given_or_returned(made.program)
+    largest = max((v for v in _large(made) if v.name in names and v.numel > limit), key=lambda v: v.numel, default=None)
     if largest is None:
         return []
-    size = largest.numel * itemsize(largest.dtype)
-    return [Fallback(largest.op, "PyTorch computes it again, beside the kernels", largest.where, size, fused=True)]
+    why = "PyTorch computes it again, beside the kernels"
+    return [Fallback(largest.op, why, largest.where, _nbytes(largest), fused=True)]
+
+
+def _large(made: Schedule) -> list[Value]:
+    """The values that kernels keep to themselves for their size."""
+    return [made.program.by_name[m] for region in made.regions for m in region.large]
+
+
+def _nbytes(v: Value) -> int:
+    return v.numel * itemsize(v.dtype)
 
 
 def _launcher(

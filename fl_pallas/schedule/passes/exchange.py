@@ -59,6 +59,8 @@ def exchange(
     found = (r for g in groups for o in g.outputs for r in reductions(o.expr))
     # In the dimensions of the gradient first: those are what the user sees, more often than not.
     known = sorted((k for f in facts for k in _known(f)), key=lambda k: len(k.axes) > len(k.place))
+    if not known:
+        return (), groups
     pointwise = _written_out(groups, program)
     for r in dict.fromkeys(found):
         whole = inlined(r, pointwise)
