@@ -2,10 +2,12 @@
 
 An element of the result has to know which value, if any, goes to it. So the positions are one for each index along the
 other dimensions, or linear in the places of the values (ranges, flipped, shifted, along a diagonal) and all different.
+Where values are added up, an element of a short table asks each of them whether it goes there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +36,9 @@ from .tensor import (
 )
 
 aten = torch.ops.aten
+
+# Positions of the longest table whose elements ask every value: each of them goes over all values that may be its own.
+MAX_ASKING = 128
 
 
 def _found(wanted: Iterable[tuple[Expr, Expr, int]], places: Sequence[Axis]) -> tuple[Expr, Indices]:
@@ -88,6 +93,25 @@ def _unknown(terms: dict[Expr, int], places: Sequence[Axis], found: Mapping[Axis
     return {atom.axis for atom in terms if isinstance(atom, Index) and atom.axis in places} - found.keys()
 
 
+def _sum(
+    wanted: Sequence[tuple[Expr, Expr, int]], places: Sequence[Axis], value: Expr, dtype: str, refusal: Unsupported
+) -> Expr:
+    """The sum of the values, of all places, whose position is the one that is wanted; `_found` says of what.
+
+    Raises: `refusal` where there are too many positions to go over all values for each.
+    """
+    if math.prod(n for *_, n in wanted) > MAX_ASKING:
+        raise refusal
+    here: Expr = build.TRUE
+    for target, i, n in wanted:
+        wrapped = build.select(integer("lt", i, 0), integer("add", i, n), i)
+        here = every(here, integer("eq", target, wrapped))
+    total = build.select(here, build.cast(value, accumulator(dtype)), constant(0, accumulator(dtype)))
+    for place in reversed(places):
+        total = build.reduce("sum", place, total, total.dtype)
+    return build.cast(total, dtype)
+
+
 def _put(out: Spec, x: Tensor, idx: Indices, here: Expr, value: Expr, accumulate: bool) -> Expr:
     old = x.at(idx)
     return build.select(here, build.op("add", old, value, dtype=out.dtype) if accumulate else value, old)
@@ -107,10 +131,19 @@ def _index_put(out: Spec, x: Tensor, indices: Sequence[Tensor | None], values: T
     def at(idx: Indices) -> Expr:
         places = tuple(map(fresh_axis, extents))
         inner = tuple(map(index, places))
-        wanted = ((idx[d], position(t, inner), x.shape[d]) for d, t in given.items())
-        here, where = _found(wanted, places)
+        wanted = tuple((idx[d], position(t, inner), x.shape[d]) for d, t in given.items())
         rest = tuple(i for d, i in enumerate(idx) if d not in given)
-        return _put(out, x, idx, here, element(values, (*rest[:lead], *where, *rest[lead:]), out.dtype), accumulate)
+
+        def value(where: Indices) -> Expr:
+            return element(values, (*rest[:lead], *where, *rest[lead:]), out.dtype)
+
+        try:
+            here, where = _found(wanted, places)
+        except Unsupported as refusal:
+            if not accumulate:
+                raise
+            return _put(out, x, idx, build.TRUE, _sum(wanted, places, value(inner), out.dtype, refusal), accumulate)
+        return _put(out, x, idx, here, value(where), accumulate)
 
     return at
 
@@ -125,15 +158,22 @@ def _scatter(
 
     def at(idx: Indices) -> Expr:
         place = fresh_axis(index_.shape[d])
+
+        def value(where: Indices) -> Expr:
+            return element(src, where, out.dtype) if isinstance(src, Tensor) else constant(src, out.dtype)
+
         if place.extent == 1:
             where = replaced(idx, d, ZERO)
-            here = integer("eq", idx[d], position(index_, where))
-        else:
-            moved = position(index_, replaced(idx, d, index(place)))
-            here, (i,) = _found([(idx[d], moved, x.shape[d])], (place,))
-            where = replaced(idx, d, i)
-        value = element(src, where, out.dtype) if isinstance(src, Tensor) else constant(src, out.dtype)
-        return _put(out, x, idx, here, value, accumulate)
+            return _put(out, x, idx, integer("eq", idx[d], position(index_, where)), value(where), accumulate)
+        inner = replaced(idx, d, index(place))
+        wanted = ((idx[d], position(index_, inner), x.shape[d]),)
+        try:
+            here, (i,) = _found(wanted, (place,))
+        except Unsupported as refusal:
+            if not accumulate:
+                raise
+            return _put(out, x, idx, build.TRUE, _sum(wanted, (place,), value(inner), out.dtype, refusal), accumulate)
+        return _put(out, x, idx, here, value(replaced(idx, d, i)), accumulate)
 
     return at
 

@@ -17,6 +17,7 @@ from .passes.expand_squares import expand_squares
 from .passes.fuse import Fused, Output, fuse
 from .passes.group_rows import group_features, group_rows
 from .passes.grow_regions import Region, Rejected, grow_regions
+from .passes.interchange import interchange
 from .passes.lay_out import lay_out
 from .passes.part import Kernel, part_outputs, ways_to_part
 from .passes.resolve_views import resolve_views
@@ -107,6 +108,9 @@ def schedule(
         groups = tuple(map(expand_squares, groups))
         for fused in groups:
             record("expand_squares", partial(fused_text, fused))
+        groups = tuple(map(interchange, groups))
+        for fused in groups:
+            record("interchange", partial(fused_text, fused))
         parts = cut_apart(groups, f"r{n}")
         between = _stored(program, region, [o for part in parts for o in part.outputs])
         rejected += between

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .build import FALSE, TRUE, negate, op
-from .dtype import is_int
+from .build import FALSE, TRUE, cast, negate, op, select
+from .dtype import is_float, is_int
 from .expr import Const, Expr, Op, const
 from .integer import bounds, from_linear, linear
 
@@ -125,12 +125,66 @@ class _Spans:
                 if name in ("max", "min"):
                     return _each(name, *spans, dtype="i64")
                 if name == "select":
-                    return _int("min", spans[0][0], spans[1][0]), _int("max", spans[0][1], spans[1][1])
+                    return self._selected(e.args[0], *spans)
                 divisor = e.args[1]
                 if isinstance(divisor, Const) and divisor.value > 0:
                     return _int("floordiv", spans[0][0], divisor), _int("floordiv", spans[0][1], divisor)
+        if isinstance(e, Op) and name == "cast" and is_float(e.args[0].dtype):
+            inner = self._real(e.args[0])
+            if inner is not None:
+                return _truncated(inner[0], -1), _truncated(inner[1], 1)
         limits = bounds(e)
         return None if limits is None else (const(limits[0], "i64"), const(limits[1], "i64"))
+
+    def _selected(self, test: Expr, then: Span, other: Span) -> Span:
+        """The span of a selection: both, unless the test is sure to go one way."""
+        certain, possible = self.truth(test)
+        low, high = _int("min", then[0], other[0]), _int("max", then[1], other[1])
+        return tuple(  # type: ignore[return-value]
+            select(certain, a, select(possible, both, b)) for a, b, both in zip(then, other, (low, high), strict=True)
+        )
+
+    def _real(self, e: Expr) -> Span | None:
+        """The span of a float that is made of indices by operations that grow, as rounding does: each end is computed
+        as any element is."""
+        if isinstance(e, Const):
+            return e, e
+        if not isinstance(e, Op) or not is_float(e.dtype):
+            return None
+        if e.name == "cast" and is_int(e.args[0].dtype):
+            inner = self.span(e.args[0])
+            return None if inner is None else (cast(inner[0], e.dtype), cast(inner[1], e.dtype))
+        spans = [self._real(a) for a in e.args]
+        known = [s for s in spans if s is not None]
+        if len(known) < len(spans):
+            return None
+        first, factor = known[0], e.args[-1]
+        if e.name in _GROWING:
+            low, high = (op(e.name, *ends, dtype=e.dtype) for ends in zip(*known, strict=True))
+            return low, high
+        if e.name in ("sub", "neg", "abs"):
+            flipped = [op("neg", x, dtype=e.dtype) for x in reversed(known[-1])]
+            if e.name == "neg":
+                return flipped[0], flipped[1]
+            if e.name == "sub":
+                return op("add", first[0], flipped[0], dtype=e.dtype), op("add", first[1], flipped[1], dtype=e.dtype)
+            largest = op("max", first[1], flipped[1], dtype=e.dtype)
+            least = op("max", first[0], flipped[0], dtype=e.dtype)
+            return op("max", least, const(0.0, e.dtype), dtype=e.dtype), largest
+        if e.name in ("mul", "div") and isinstance(factor, Const) and factor.value > 0:
+            return op(e.name, first[0], factor, dtype=e.dtype), op(e.name, first[1], factor, dtype=e.dtype)
+        return None
+
+
+_GROWING = ("add", "max", "min", "log", "log2", "log1p", "sqrt", "exp", "exp2")
+# An infinity, as the logarithm of 0 is, becomes no integer.
+_LARGEST = 2.0**30
+
+
+def _truncated(e: Expr, beside: int) -> Expr:
+    """An end as an integer, and one further: a logarithm is not computed to the last bit."""
+    within = op("min", op("max", e, const(-_LARGEST, e.dtype), dtype=e.dtype), const(_LARGEST, e.dtype), dtype=e.dtype)
+    return _int("add", cast(within, "i64"), const(beside, "i64"))
 
 
 def _ordered(name: str, left: Span, right: Span) -> Span:

@@ -53,7 +53,7 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
             features.remove(own.pop(0))
     rest = [a for a in axes if a not in features]
     found = {n for e in bodies for n in loads(e) if is_float(n.dtype)}
-    inner = [n for n in found if not loops or free_axes(n) & {loop.axis for loop in loops}]
+    inner = [n for n in found if not loops or free_axes(n) & {loop.axis for loop in loops} and not _is_table(n)]
 
     others = {*rest, *(loop.axis for loop in loops)}
 
@@ -71,6 +71,13 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
     return Roles(tuple(features), row, tuple(a for a in rest if a not in (row, column)), column)
 
 
+def _is_table(n: Load) -> bool:
+    """Whether a load is of a place that is computed, by more than views compute, from several axes: of no side of a
+    product."""
+    return any(len(free_axes(i)) > 1 and any(isinstance(m, Op) and m.name not in _VIEW for m in walk(i)) for i in n.index)
+
+
+_VIEW = ("add", "sub", "mul", "neg", "floordiv", "mod")
 HEAVY = ("exp", "tanh", "sigmoid", "log", "select")
 
 

@@ -23,14 +23,16 @@ def part_outputs(fused: Fused, compute: str) -> tuple[Fused, ...]:
     that has loops of its own, and not all axes of the batch, would run them for each index of the others. What the
     kernels have in common is computed by each.
     """
-    groups: dict[Axis | None, list[tuple[Output, frozenset[Axis], set[int]]]] = {}
+    groups: dict[tuple[Axis | None, frozenset[Axis]], list[tuple[Output, frozenset[Axis], set[int]]]] = {}
     for out in fused.outputs:
         alone = Fused((out,))
         loops, stores, _ = stream(alone, compute)
         kinds = roles(parallel_axes(alone), loops, stores)
         own = out, frozenset(kinds.batch), {loop.axis.extent for loop in loops}
-        groups.setdefault(kinds.row if loops else None, []).append(own)
-    if None in groups:
+        # Along some, nothing that is loaded differs, but what is taken of it.
+        loaded = frozenset().union(*(free_axes(n) for n in loads(out.expr) if is_float(n.dtype)))
+        groups.setdefault((kinds.row if loops else None, own[1] - loaded), []).append(own)
+    if any(row is None for row, _ in groups):
         return (fused,)
     parts: list[Fused] = []
     for group in groups.values():

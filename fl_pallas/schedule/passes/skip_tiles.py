@@ -80,7 +80,10 @@ def _bounded(loop: Loop, tables: _Tables) -> Loop:
         return loop
     known = _Known(loop.axis, tables)
     _, possible = truth(contribution(loop), known.span, known.parts)
-    if not tables.reads(possible):
+    # What is known of positions alone is solved for the loop's ends already, but for what differs from one position of
+    # a table to the next.
+    asks = free_axes(possible) & tables.single and loop.lower is None and loop.upper is None
+    if not (tables.reads(possible) or asks):
         return loop
     start, last = known.ends(loop.axis)
     stop = op("add", last, const(1, "i64"), dtype="i64")

@@ -1,0 +1,48 @@
+"""Sums in another order: what a table's position takes of each member of a batch is summed before the members are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..build import reduce, rewrite, substitute
+from ..expr import Const, Expr, Op, Reduce, free_axes, reductions
+from .fuse import Fused
+from .stream import is_batch_sum
+
+
+def interchange(fused: Fused) -> Fused:
+    """`sum[j](select(t == f(i, j), sum[b](s(b, i, j)), 0))` → `sum[b](sum[j](select(t == f(i, j), s(b, i, j), 0)))`.
+
+    The gradient of a bias that a batch shares, [i, j], need not be stored for its table's positions t to be summed: of
+    each member a position reads the few tiles that are its own.
+    """
+    return Fused(tuple(replace(o, expr=rewrite(o.expr, _outward)) for o in fused.outputs))
+
+
+def _outward(e: Expr) -> Expr:
+    if not isinstance(e, Reduce) or e.kind != "sum":
+        return e
+    for r in reductions(e.body):
+        if is_batch_sum(r) and _selects(e.body, r, e):
+            each = reduce("sum", e.axis, substitute(e.body, {}, {r: r.body}), e.dtype)
+            return reduce("sum", r.axis, each, e.dtype)
+    return e
+
+
+def _selects(body: Expr, r: Reduce, e: Reduce) -> bool:
+    """Whether `body` is `r`, times what does not depend on it, where a test of the index of `e` holds, and 0 elsewhere."""
+    tested = False
+    while isinstance(body, Op):
+        if body.name == "select" and isinstance(body.args[2], Const) and body.args[2].value == 0:
+            test, inner = body.args[0], body.args[1]
+            others, tested = [test], tested or e.axis in free_axes(test)
+        elif body.name == "mul":
+            inner, *others = sorted(body.args, key=lambda a: r not in reductions(a))
+        elif body.name in ("neg", "cast"):
+            (inner,), others = body.args, []
+        else:
+            return False
+        if any(r in reductions(o) or r.axis in free_axes(o) for o in others):
+            return False
+        body = inner
+    return body is r and tested
