@@ -38,13 +38,9 @@ GPU_RUNS = ((torch.float32, SEQ), (torch.bfloat16, 257), (torch.float32, 1024))
 SHARE = 24
 """One case in so many runs on a CPU; all with --every-case."""
 
-_TABLE = "a kernel stores the gradient of the bias, from which PyTorch makes that of the table's rows"
 _NESTED = "a reduction inside another one is stored between two kernels"
 QUADRATIC = {
-    "t5_bias": _TABLE,
-    "relative_table": _TABLE,
-    "relative_keys": _TABLE,
-    "disentangled": _TABLE,
+    "relative_keys": _NESTED,
     "decomposed_positions": _NESTED,
     "value_variance_centred": _NESTED,
     "mixing_convolution": "the gradient of a convolution is PyTorch's",

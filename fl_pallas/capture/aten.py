@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
+from ..errors import FlPallasError, Unsupported
 from .decompose import attention, encoder_layer
 from .random import OPENED
 
@@ -78,7 +79,23 @@ _KERNELS = {
 }
 
 
-_OPENED = {F.scaled_dot_product_attention: _attention, **OPENED}
+def _fill_diagonal(x: torch.Tensor, fill_value: float, wrap: bool = False) -> torch.Tensor:
+    """`Tensor.fill_diagonal_`, which PyTorch has no functional form of; it returns what it changes."""
+    if x.dim() < 2 or (x.dim() > 2 and len({*x.shape}) > 1):
+        return x.fill_diagonal_(fill_value, wrap)  # raises
+    first, *others = (
+        torch.arange(n, device=x.device).view(n, *(1 for _ in x.shape[d + 1 :])) for d, n in enumerate(x.shape)
+    )
+    if wrap and x.dim() == 2:
+        first = first % (x.shape[1] + 1)
+    return x.masked_fill_(functools.reduce(torch.logical_and, (first == o for o in others)), fill_value)
+
+
+_OPENED = {
+    F.scaled_dot_product_attention: _attention,
+    torch.Tensor.fill_diagonal_: _fill_diagonal,
+    **OPENED,
+}
 # A mode is told of the call of this one alone, unless it does not ask whether there is a mode.
 _MULTI_HEAD = FunctionType(
     F.multi_head_attention_forward.__code__,
@@ -108,6 +125,8 @@ def to_aten(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphMo
     Returns:
       A graph without mutation of intermediates (a mutated input shows as a final `copy_`), whose views
       stay views, with every result in `meta["val"]`.
+
+    Raises: Unsupported where PyTorch cannot trace the graph, which says nothing of whether it can run it.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in inputs]
@@ -138,7 +157,13 @@ def _trace(run: Any, fakes: list[Any], mode: FakeTensorMode) -> torch.fx.GraphMo
 
 def _traced(run: Any, fakes: list[Any], mode: FakeTensorMode) -> torch.fx.GraphModule:
     with mode, torch.no_grad():
-        out = make_fx(run, decomposition_table=_KERNELS, tracing_mode="real")(*fakes)
+        try:
+            out = make_fx(run, decomposition_table=_KERNELS, tracing_mode="real")(*fakes)
+        except (FlPallasError, RecursionError):
+            raise
+        except Exception as error:
+            first = str(error).partition("\n")[0]
+            raise Unsupported("the whole graph", f"PyTorch cannot trace it: {type(error).__name__}: {first}") from error
     out.graph.eliminate_dead_code()
     out.recompile()
     return out

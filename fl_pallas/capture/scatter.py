@@ -37,7 +37,8 @@ from .tensor import (
 
 aten = torch.ops.aten
 
-# Positions of the longest table whose elements ask every value: each of them goes over all values that may be its own.
+# Positions of the longest table whose elements ask every value. Each of them goes over all tiles of values that may be
+# its own: those are few where positions are made of indices alone, and all where they are data.
 MAX_ASKING = 128
 
 

@@ -80,7 +80,16 @@ def _trunc(x: Array) -> Array:
 
 
 def _pow(x: Array, y: Array) -> Array:
-    return lax.pow(x, y)
+    if _is_float(x):
+        return lax.pow(x, y)
+    # Integers by squaring. What 64 bits hold of a power is told by 6 of the exponent, but for those of 1 and -1; a
+    # negative power of any other is 0, as in PyTorch.
+    power, square = jnp.ones_like(x), x
+    for bit in range(6):
+        power = jnp.where((y >> bit) & 1 == 1, power * square, power)
+        square = square * square
+    of_unit = jnp.where(y & 1 == 1, x, jnp.ones_like(x))
+    return jnp.where(jnp.abs(x) == 1, of_unit, jnp.where(y < 0, jnp.zeros_like(x), power))
 
 
 def _sub(a: Array, b: Array) -> Array:

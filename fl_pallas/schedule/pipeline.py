@@ -174,15 +174,18 @@ def _planned(
 
 
 def _stored(program: Program, region: Region, between: list[Output]) -> list[Rejected]:
-    """What kernels hand on to each other although it is larger than all that the region reads and returns; refused if
-    it is larger than all that PyTorch would store."""
+    """What kernels hand on to each other although it is larger than all that the region reads and returns, and as large
+    as something that has both sides of a join; refused if it is larger than all that PyTorch would store."""
     members = [program.by_name[m] for m in region.members]
     around = {*region.outputs, *(r for v in members for r in v.reads)} - {*region.members} | {*region.outputs}
     limit = max(program.by_name[name].numel for name in around)
+    least = min((program.by_name[m].numel for m in region.large), default=0)
     large = max(members, key=lambda v: v.numel)
     sizes = [(math.prod(a.extent for a in o.axes), o.dtype) for o in between if o.name not in region.outputs]
     why = "a reduction inside of another cannot be taken along with it, and is stored between two kernels"
     if any(n > large.numel for n, _ in sizes):
         larger = "a reduction inside of another cannot be taken along with it, and would be stored in more places"
         return [Rejected(large, large, larger, large.numel * itemsize(large.dtype))]
-    return [Rejected(large, large, why, n * itemsize(dtype), fused=True) for n, dtype in sizes if n > limit]
+    return [
+        Rejected(large, large, why, n * itemsize(dtype), fused=True) for n, dtype in sizes if n > limit and n >= least
+    ]

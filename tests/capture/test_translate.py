@@ -306,6 +306,16 @@ INDEXING = {
         X,
         torch.tensor([[3], [0], [2]]),
     ),
+    "added_to_one": lambda: (
+        lambda a, i: (
+            a.index_put((i,), a[:2], accumulate=True),
+            a.index_put(((torch.arange(5)[:, None] - torch.arange(5)).clamp(-1, 1),), a[0], accumulate=True),
+            a.scatter_add(1, i.expand(3, 2), a[:, :2]),
+            a.index_put((torch.arange(-1, 2), i[:1]), a[:, 0], accumulate=True),
+        ),
+        X,
+        torch.tensor([1, 1]),
+    ),
 }
 
 
@@ -318,8 +328,8 @@ def _put_apart(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 PUT_ANYWHERE = {
     "data": lambda a, i: a.index_put((i,), a[:2]),
-    "added to one": lambda a, i: a.index_put(
-        (torch.arange(4)[:, None] - torch.arange(4) + 3,), a[0, 0], accumulate=True
+    "to a long table": lambda a, i: (
+        a[0].repeat(40).index_put(((torch.arange(8)[:, None] - torch.arange(8)).abs(),), a[0, 0], accumulate=True)
     ),
     "two masks": lambda a, i: a.index_put((a[:, 0] > 0, a[0] > 0), a[0, 0]),
     "values under a mask": lambda a, i: a.index_put((a > 0,), a.flatten()),

@@ -74,7 +74,9 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
 def _is_table(n: Load) -> bool:
     """Whether a load is of a place that is computed, by more than views compute, from several axes: of no side of a
     product."""
-    return any(len(free_axes(i)) > 1 and any(isinstance(m, Op) and m.name not in _VIEW for m in walk(i)) for i in n.index)
+    return any(
+        len(free_axes(i)) > 1 and any(isinstance(m, Op) and m.name not in _VIEW for m in walk(i)) for i in n.index
+    )
 
 
 _VIEW = ("add", "sub", "mul", "neg", "floordiv", "mod")

@@ -12,6 +12,10 @@ from ..program import Value
 from .fuse import Fused, Output, join_group
 from .stream import MAX_COVERED, parallel_axes, streamed
 
+# A part of a sum is stored, and not computed again, where it is up to so many times as large as what it reads: that of
+# each position of a table, for each row, where rows have fewer features.
+MAX_GROWTH = 8
+
 
 @dataclass(frozen=True)
 class _Cut:
@@ -135,9 +139,9 @@ def _repeated(fused: Fused) -> list[_Cut]:
 
 
 def _is_summed(e: Expr, r: Reduce) -> bool:
-    """Whether what is around `r` is but a sum of it, and it is no larger than what it reads."""
+    """Whether what is around `r` is but a sum of it, and it is no larger than what it reads, or not by much."""
     summed = any(s.kind == "sum" and s is not r and r in reductions(s.body) for s in reductions(e))
-    return summed and not _is_larger_than_read(r)
+    return summed and not _is_larger_than_read(r, MAX_GROWTH)
 
 
 def _is_short_and_wide(r: Reduce) -> bool:
@@ -145,10 +149,10 @@ def _is_short_and_wide(r: Reduce) -> bool:
     return r.axis.extent * max(n.axis.extent for n in reductions(r.body)) <= MAX_COVERED and _is_larger_than_read(r)
 
 
-def _is_larger_than_read(r: Reduce) -> bool:
+def _is_larger_than_read(r: Reduce, times: int = 1) -> bool:
     size = math.prod(a.extent for a in free_axes(r))
     most = max((math.prod(a.extent for i in n.index for a in free_axes(i)) for n in loads(r.body)), default=0)
-    return size > most
+    return size > times * most
 
 
 def _is_spread(o: Output, r: Reduce, parallel: frozenset[Axis]) -> bool:

@@ -30,11 +30,13 @@ def _outward(e: Expr) -> Expr:
 
 
 def _selects(body: Expr, r: Reduce, e: Reduce) -> bool:
-    """Whether `body` is `r`, times what does not depend on it, where a test of the index of `e` holds, and 0 elsewhere."""
+    """Whether `body` is `r`, times what does not depend on it, where a test of the index of `e` holds; 0 elsewhere."""
     tested = False
     while isinstance(body, Op):
-        if body.name == "select" and isinstance(body.args[2], Const) and body.args[2].value == 0:
-            test, inner = body.args[0], body.args[1]
+        if body.name == "select":
+            test, inner, zero = sorted(body.args, key=_is_zero)
+            if not _is_zero(zero):
+                return False
             others, tested = [test], tested or e.axis in free_axes(test)
         elif body.name == "mul":
             inner, *others = sorted(body.args, key=lambda a: r not in reductions(a))
@@ -46,3 +48,7 @@ def _selects(body: Expr, r: Reduce, e: Reduce) -> bool:
             return False
         body = inner
     return body is r and tested
+
+
+def _is_zero(e: Expr) -> bool:
+    return isinstance(e, Const) and e.value == 0

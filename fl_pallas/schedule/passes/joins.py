@@ -315,8 +315,8 @@ def _meets(program: Program, u: Value, path: set[str]) -> bool:
 
 
 def _couples(n: Op) -> bool:
-    """Whether an operation is more than linear in what it reads, as a mask or a square is; what puts pieces side by side
-    is not."""
+    """Whether an operation is more than linear in what it reads, as a mask or a square is; what puts pieces side by
+    side is not."""
     if n.name == "select" and not loads(n.args[0]) and len(free_axes(n.args[0])) < 2:
         return False
     if n.name == "mul" and n.args[0] == n.args[1]:
