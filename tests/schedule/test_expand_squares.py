@@ -67,3 +67,25 @@ def test_not_along_one_operand() -> None:
         return (q @ k.mT).softmax(-1) @ (v - v.mean(-1, keepdim=True)).pow(2)
 
     assert " * 2" not in text(spread, inputs(torch.bfloat16))
+
+
+def distances(x: Tensor, v: Tensor) -> Tensor:
+    return (-(x[:, None] - x[None]).pow(2).sum(-1).sqrt()).softmax(-1) @ v
+
+
+def inverse_distances(x: Tensor, v: Tensor) -> Tensor:
+    weights = 1 / (0.01 + (x[:, None] - x[None]).pow(2).sum(-1))
+    return (weights / weights.sum(-1, keepdim=True)) @ v
+
+
+def nearest(x: Tensor, v: Tensor) -> Tensor:
+    """The least of the distances is a result itself."""
+    return (x[:, None] - v[None]).pow(2).sum(-1).amin(-1)
+
+
+@pytest.mark.parametrize("fn", [distances, inverse_distances, nearest])
+def test_not_where_what_is_left_of_equal_points_counts(fn, device: torch.device) -> None:
+    """A point is at a distance of 0 from itself, and not the root of a rounding, nor NaN."""
+    x, v = torch.randn(300, 3, dtype=torch.bfloat16), torch.randn(300, 3, dtype=torch.bfloat16)
+    given = [x.to(device), (x if fn is nearest else v).to(device)]
+    run_and_check(fn, fl.compile(fn, fallback="error"), given)

@@ -3,7 +3,9 @@
 Before: `sum[r4](t0 * t0 + t1 * t1 + t2 * t2)`, t being differences of points i and j: an operation for each pair and
 coordinate. After: three sums over all twelve coordinates, one of them a product of matrices.
 
-Only for loaded bfloat16: its products are exact in float32, and eight bits squared leave eight for what cancels.
+Only for loaded bfloat16: its products are exact in float32, and eight bits squared leave eight for what cancels. Of
+equal points a little is left, of either sign; so not where a root, a logarithm or a quotient is taken of the sum, or
+where it is a result itself.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..build import op, reduce, substitute
-from ..expr import Axis, Expr, Load, Op, Reduce, const, free_axes, index, load, reductions
+from ..expr import Axis, Expr, Load, Op, Reduce, const, free_axes, index, load, reductions, walk
 from ..inner import factors
 from ..integer import linear
 from .fuse import Fused
@@ -25,10 +27,32 @@ def expand_squares(fused: Fused) -> Fused:
     """Fused outputs with the sums of squares that this law serves expanded."""
 
     def expanded(e: Expr) -> Expr:
-        found = {r: new for r in reductions(e) if (new := _expanded(r)) is not None}
+        exposed = _exposed(e)
+        found = {r: new for r in reductions(e) if r not in exposed and (new := _expanded(r)) is not None}
         return substitute(e, {}, found)
 
     return Fused(tuple(replace(o, expr=expanded(o.expr)) for o in fused.outputs))
+
+
+_SINGULAR = ("sqrt", "rsqrt", "log", "log2", "pow", "div")
+_LINEAR = ("add", "sub", "mul", "neg", "abs", "cast", "select", "max", "min")
+
+
+def _exposed(e: Expr) -> set[Expr]:
+    """The sums that `e`, or what it takes the root, the logarithm, a power or the inverse of, is made of by sums,
+    products and choices alone."""
+    found: set[Expr] = set()
+    stack = [e, *(n.args[-1 if n.name == "div" else 0] for n in walk(e) if isinstance(n, Op) and n.name in _SINGULAR)]
+    while stack:
+        n = stack.pop()
+        if n in found:
+            continue
+        found.add(n)
+        if isinstance(n, Op) and n.name in _LINEAR:
+            stack += n.args
+        elif isinstance(n, Op) and n.name == "div":
+            stack.append(n.args[0])
+    return {n for n in found if isinstance(n, Reduce)}
 
 
 def _expanded(r: Reduce) -> Expr | None:
