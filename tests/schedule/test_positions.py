@@ -139,6 +139,14 @@ def test_a_histogram(device: torch.device) -> None:
     run_and_check(fn, fl.compile(fn, fallback="error"), inputs, name="histogram")
 
 
+def test_what_is_no_larger_than_the_operands_is_stored() -> None:
+    """A large batch of short sequences: positions read the gradient of its bias."""
+    q, k, v = (torch.randn(12, 2, 128, 16, requires_grad=True) for _ in range(3))
+    with unrun():
+        *_, backward = fl.explain(biased(clipped), q, k, v, torch.randn(17, 2, requires_grad=True)).graphs
+    assert [2, 128, 128] in [sorted(s.shape) for p in backward.kernels for s in p.stores]
+
+
 def test_the_bounds_are_told() -> None:
     """A program asks, tile by tile, whether any of it goes to its position."""
     q, k, v = (torch.randn(1, 2, 1024, 16, requires_grad=True) for _ in range(3))
