@@ -118,6 +118,26 @@ def _put(out: Spec, x: Tensor, idx: Indices, here: Expr, value: Expr, accumulate
     return build.select(here, build.op("add", old, value, dtype=out.dtype) if accumulate else value, old)
 
 
+def _written(
+    out: Spec,
+    x: Tensor,
+    idx: Indices,
+    wanted: Sequence[tuple[Expr, Expr, int]],
+    places: Sequence[Axis],
+    value: Callable[[Indices], Expr],
+    accumulate: bool,
+) -> Expr:
+    """`x` at `idx` with the value that goes there, or with the sum of those that do; `value` says what a place has."""
+    try:
+        here, where = _found(wanted, places)
+    except Unsupported as refusal:
+        if not accumulate:
+            raise
+        total = _sum(wanted, places, value(tuple(map(index, places))), out.dtype, refusal)
+        return _put(out, x, idx, build.TRUE, total, accumulate)
+    return _put(out, x, idx, here, value(where), accumulate)
+
+
 def _index_put(out: Spec, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> At:
     """x[i, j] = values, or x[i, j] += values; or x[mask] = number, with a mask over some neighbouring dimensions."""
     given = {d: t for d, t in enumerate(indices) if t is not None}
@@ -138,13 +158,7 @@ def _index_put(out: Spec, x: Tensor, indices: Sequence[Tensor | None], values: T
         def value(where: Indices) -> Expr:
             return element(values, (*rest[:lead], *where, *rest[lead:]), out.dtype)
 
-        try:
-            here, where = _found(wanted, places)
-        except Unsupported as refusal:
-            if not accumulate:
-                raise
-            return _put(out, x, idx, build.TRUE, _sum(wanted, places, value(inner), out.dtype, refusal), accumulate)
-        return _put(out, x, idx, here, value(where), accumulate)
+        return _written(out, x, idx, wanted, places, value, accumulate)
 
     return at
 
@@ -161,20 +175,14 @@ def _scatter(
         place = fresh_axis(index_.shape[d])
 
         def value(where: Indices) -> Expr:
-            return element(src, where, out.dtype) if isinstance(src, Tensor) else constant(src, out.dtype)
+            at = replaced(idx, d, where[0])
+            return element(src, at, out.dtype) if isinstance(src, Tensor) else constant(src, out.dtype)
 
         if place.extent == 1:
-            where = replaced(idx, d, ZERO)
-            return _put(out, x, idx, integer("eq", idx[d], position(index_, where)), value(where), accumulate)
-        inner = replaced(idx, d, index(place))
-        wanted = ((idx[d], position(index_, inner), x.shape[d]),)
-        try:
-            here, (i,) = _found(wanted, (place,))
-        except Unsupported as refusal:
-            if not accumulate:
-                raise
-            return _put(out, x, idx, build.TRUE, _sum(wanted, (place,), value(inner), out.dtype, refusal), accumulate)
-        return _put(out, x, idx, here, value(replaced(idx, d, i)), accumulate)
+            here = integer("eq", idx[d], position(index_, replaced(idx, d, ZERO)))
+            return _put(out, x, idx, here, value((ZERO,)), accumulate)
+        wanted = ((idx[d], position(index_, replaced(idx, d, index(place))), x.shape[d]),)
+        return _written(out, x, idx, wanted, (place,), value, accumulate)
 
     return at
 
