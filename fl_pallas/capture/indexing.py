@@ -67,7 +67,7 @@ def _index(out: Spec, x: Tensor, indices: Sequence[Tensor | None]) -> At:
     def at(idx: Indices) -> Expr:
         where, rest = idx[lead : lead + rank], iter((*idx[:lead], *idx[lead + rank :]))
         return x.at(
-            tuple(_wrapped(position(given[d], where), n) if d in given else next(rest) for d, n in enumerate(x.shape))
+            tuple(wrapped(position(given[d], where), n) if d in given else next(rest) for d, n in enumerate(x.shape))
         )
 
     return at
@@ -79,7 +79,8 @@ def index_dims(given: Mapping[int, Tensor]) -> tuple[int, tuple[int, ...]]:
     return lead, tuple(torch.broadcast_shapes(*(t.shape for t in given.values())))
 
 
-def _wrapped(i: Expr, extent: int) -> Expr:
+def wrapped(i: Expr, extent: int) -> Expr:
+    """A position that may count from the end, counted from the front."""
     return build.select(integer("lt", i, 0), integer("add", i, extent), i)
 
 

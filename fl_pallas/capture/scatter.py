@@ -17,7 +17,7 @@ from ..errors import Unsupported
 from ..schedule import build
 from ..schedule.expr import Axis, Expr, Index, free_axes, index, loads
 from ..schedule.integer import linear, linear_bounds
-from .indexing import index_dims, position
+from .indexing import index_dims, position, wrapped
 from .reduction import accumulator
 from .tensor import (
     ZERO,
@@ -105,8 +105,7 @@ def _sum(
         raise refusal
     here: Expr = build.TRUE
     for target, i, n in wanted:
-        wrapped = build.select(integer("lt", i, 0), integer("add", i, n), i)
-        here = every(here, integer("eq", target, wrapped))
+        here = every(here, integer("eq", target, wrapped(i, n)))
     total = build.select(here, build.cast(value, accumulator(dtype)), constant(0, accumulator(dtype)))
     for place in reversed(places):
         total = build.reduce("sum", place, total, total.dtype)

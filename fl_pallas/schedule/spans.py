@@ -139,10 +139,11 @@ class _Spans:
     def _selected(self, test: Expr, then: Span, other: Span) -> Span:
         """The span of a selection: both, unless the test is sure to go one way."""
         certain, possible = self.truth(test)
-        low, high = _int("min", then[0], other[0]), _int("max", then[1], other[1])
-        return tuple(  # type: ignore[return-value]
-            select(certain, a, select(possible, both, b)) for a, b, both in zip(then, other, (low, high), strict=True)
-        )
+
+        def end(name: str, a: Expr, b: Expr) -> Expr:
+            return select(certain, a, select(possible, _int(name, a, b), b))
+
+        return end("min", then[0], other[0]), end("max", then[1], other[1])
 
     def _real(self, e: Expr) -> Span | None:
         """The span of a float that is made of indices by operations that grow, as rounding does: each end is computed

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..build import substitute
 from ..dtype import compute_dtype
-from ..expr import Axis, Expr, Reduce, free_axes, index, load, loads, reductions, ref, walk
+from ..expr import Axis, Expr, Load, Reduce, free_axes, index, load, loads, reductions, ref, walk
 from ..program import Value
 from .fuse import Fused, Output, join_group
 from .stream import MAX_COVERED, parallel_axes, streamed
@@ -150,9 +150,13 @@ def _is_short_and_wide(r: Reduce) -> bool:
 
 
 def _is_larger_than_read(r: Reduce, times: int = 1) -> bool:
-    size = math.prod(a.extent for a in free_axes(r))
-    most = max((math.prod(a.extent for i in n.index for a in free_axes(i)) for n in loads(r.body)), default=0)
-    return size > times * most
+    return is_larger_than(r, loads(r.body), times)
+
+
+def is_larger_than(r: Reduce, read: list[Load], times: int = 1) -> bool:
+    """Whether a reduction has more results than so many times the elements of each of the loads."""
+    most = max((math.prod(a.extent for i in n.index for a in free_axes(i)) for n in read), default=0)
+    return math.prod(a.extent for a in free_axes(r)) > times * most
 
 
 def _is_spread(o: Output, r: Reduce, parallel: frozenset[Axis]) -> bool:

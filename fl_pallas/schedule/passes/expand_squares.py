@@ -35,7 +35,7 @@ def expand_squares(fused: Fused) -> Fused:
 
 
 _SINGULAR = ("sqrt", "rsqrt", "log", "log2", "pow", "div")
-_LINEAR = ("add", "sub", "mul", "neg", "abs", "cast", "select", "max", "min")
+_LINEAR = ("add", "sub", "mul", "div", "neg", "abs", "cast", "select", "max", "min")
 
 
 def _exposed(e: Expr) -> set[Expr]:
@@ -50,8 +50,6 @@ def _exposed(e: Expr) -> set[Expr]:
         found.add(n)
         if isinstance(n, Op) and n.name in _LINEAR:
             stack += n.args
-        elif isinstance(n, Op) and n.name == "div":
-            stack.append(n.args[0])
     return {n for n in found if isinstance(n, Reduce)}
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from ..build import reduce, rewrite, substitute
 from ..expr import Const, Expr, Op, Reduce, free_axes, loads, reductions
+from .cut import is_larger_than
 from .fuse import Fused
 from .stream import is_batch_sum
 
@@ -34,9 +34,7 @@ def _outward(e: Expr) -> Expr:
 def _is_larger_than_operands(r: Reduce) -> bool:
     """Whether there are more results than elements of each operand; one that is read at several axes at once is a
     table."""
-    operands = [n for n in loads(r.body) if all(len(free_axes(i)) <= 1 for i in n.index)]
-    most = max((math.prod(a.extent for i in n.index for a in free_axes(i)) for n in operands), default=0)
-    return math.prod(a.extent for a in free_axes(r)) > most
+    return is_larger_than(r, [n for n in loads(r.body) if all(len(free_axes(i)) <= 1 for i in n.index)])
 
 
 def _selects(body: Expr, r: Reduce, e: Reduce) -> bool:
