@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
 from .bridge.autograd import differentiated
-from .bridge.dlpack import DlpackKernel
+from .bridge.dlpack import DlpackKernel, float32_products
 from .bridge.launch import DirectKernel, Family, unavailable
 from .bridge.splice import RegionRunner, splice
 from .capture import translate
@@ -227,7 +227,7 @@ class _Specialised:
     def __call__(self, *args: Any) -> Any:
         if self.only is not None:
             return self.only(*args)
-        key = (*map(_signature, args), torch.is_grad_enabled(), torch.get_float32_matmul_precision())
+        key = (*map(_signature, args), torch.is_grad_enabled(), float32_products())
         run = self.versions.get(key)
         if run is not None:
             return run(*args)

@@ -540,6 +540,26 @@ def test_environment() -> None:
     assert done.stdout.startswith("Config(fallback='torch', road='auto', interpret=None, tune="), done.stderr
 
 
+PRECISION_SET = """
+import torch, fl_pallas as fl
+from fl_pallas.bridge.dlpack import float32_products
+torch.{0}.fp32_precision = "tf32"
+x = torch.randn(3, 8)
+attend = lambda x: (x @ x.mT).softmax(-1) @ x
+assert torch.allclose(fl.compile(attend, fallback="error")(x), attend(x), rtol=1e-2)
+print(float32_products())
+torch.{0}.fp32_precision = "ieee"
+print(float32_products())
+"""
+
+
+@pytest.mark.parametrize("where", ["backends.cuda.matmul", "backends"])
+def test_precision_of_products_may_be_set_either_way(where: str) -> None:
+    """PyTorch raises where it is asked in the older words (`get_float32_matmul_precision`) for what newer ones set."""
+    done = in_a_fresh_process(PRECISION_SET.format(where))
+    assert done.stdout.split() == ["high", "highest"], done.stderr
+
+
 @pytest.mark.parametrize(
     "name, value",
     [("FL_FALLBACK", "maybe"), ("FL_INTERPRET", "yes"), ("FL_ROAD", ""), ("FL_TUNE", "-1"), ("FL_VERIFY", "auto")],

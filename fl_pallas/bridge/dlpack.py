@@ -29,6 +29,17 @@ if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
 ALIGNMENT = 64
 
 
+def float32_products() -> str:
+    """How PyTorch multiplies matrices of float32: "highest", "high" or "medium".
+
+    PyTorch refuses to say, in these words, where it was set by `torch.backends.cuda.matmul.fp32_precision`.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "high" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "highest"
+
+
 def matmul_precision(interpret: bool) -> object:
     """JAX's name for PyTorch's float32 matmul precision.
 
@@ -36,7 +47,7 @@ def matmul_precision(interpret: bool) -> object:
     """
     if interpret:
         return lax.Precision.HIGHEST
-    if torch.get_float32_matmul_precision() == "highest":
+    if float32_products() == "highest":
         return lax.DotAlgorithmPreset.TF32_TF32_F32_X3
     return lax.DotAlgorithmPreset.TF32_TF32_F32
 

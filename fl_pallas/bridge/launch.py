@@ -22,7 +22,7 @@ from ..kernels.lower import ALIGNMENT, Lowered, lower
 from ..kernels.sizes import Laid, Mismatch, generalise, laid, opened, programs_of, sizes_of
 from ..kernels.triton import contiguous, grid_size
 from ..schedule.plan import Choices, KernelPlan, fingerprint, operand_names
-from .dlpack import matmul_precision
+from .dlpack import float32_products, matmul_precision
 from .layout import spec_of
 from .tuning import fastest
 
@@ -190,7 +190,7 @@ class DirectKernel:
         self._device = device
         self._programs = grid_size(plan)
         self._outputs = [(s.shape, contiguous(s.shape, s.dtype).strides, torch_dtype(s.dtype)) for s in plan.stores]
-        # A product of float32 matrices follows torch.get_float32_matmul_precision().
+        # A product of float32 matrices follows PyTorch's setting.
         self._follows_precision = plan.compute == "f32"
         self._versions: dict[tuple[Any, ...], _Version] = {}
         self._latest: _Latest | None = None
@@ -204,7 +204,7 @@ class DirectKernel:
         # What another version may be needed for besides layouts, and what the layouts of the last call still are.
         pointers = [t.data_ptr() for t in operands]
         key: tuple[Any, ...] = (
-            torch.get_float32_matmul_precision() if self._follows_precision else None,
+            float32_products() if self._follows_precision else None,
             *[p & (ALIGNMENT - 1) for p in pointers],
         )
         latest = self._latest
@@ -273,7 +273,7 @@ class DirectKernel:
         """Code for these operands: the family's, or new."""
         aligned = tuple(alignment(t.data_ptr()) for t in operands)
         own = laid(self.plan, tuple(map(spec_of, operands)))
-        where = (index, torch.get_float32_matmul_precision(), aligned)
+        where = (index, float32_products(), aligned)
         return self.family.launch(
             where, own, lambda kernel: self._compiled(kernel, operands, aligned, own, index), index
         )
@@ -290,7 +290,7 @@ class DirectKernel:
         tune = 1 if torch.cuda.is_current_stream_capturing() else max(1, min(self.tune, 1 + len(kernel.plan.others)))
         where = torch.cuda.get_device_name(index) if tune > 1 else capability
         layout = (kernel.operands, kernel.outputs, aligned)
-        precision = torch.get_float32_matmul_precision()
+        precision = float32_products()
         key = cache.key_of(fingerprint(kernel.plan), layout, precision, where, tune, settings())
         kept = cache.read(key)
         every = (kernel.plan.choices, *kernel.plan.others)
