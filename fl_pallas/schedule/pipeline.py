@@ -10,6 +10,7 @@ from functools import partial
 
 from .dtype import compute_dtype, itemsize
 from .expr import Expr
+from .passes.along import take_along
 from .passes.build_plan import build_plan
 from .passes.cut import cut_apart
 from .passes.exchange import exchange
@@ -89,6 +90,7 @@ def schedule(
     shapes: Shapes = {v.name: v.shape for v in (*program.values, *program.facts)}
     regions, kernels = [], []
     rejected = list(growth.rejected)
+    taken = frozenset(m for region in growth.regions for m in region.members)
     for n, region in enumerate(growth.regions):
         plans: list[KernelPlan] = []
         groups = fuse(program, region)
@@ -103,6 +105,9 @@ def schedule(
         short, groups = exchange(groups, program, program.facts, f"r{n}", compute)
         groups = tuple(without_divisions(fused, program.facts) for fused in groups)
         groups = tabulate(short, groups, f"r{n}", compute)
+        region, along = take_along(program, region, taken, groups[: len(short)])
+        groups = (*along, *groups[len(short) :])
+        taken |= {*region.members}
         for fused in groups:
             record("without_divisions", partial(fused_text, fused))
         groups = tuple(map(expand_squares, groups))

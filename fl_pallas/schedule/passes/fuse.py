@@ -104,7 +104,7 @@ def _shared(values: list[Value]) -> list[Fused]:
     groups: list[Fused] = []
     while rest:
         lead = rest.pop(0)
-        group = [_renamed(lead, tuple((Axis(f"x{i}", a.extent),) for i, a in enumerate(lead.axes)))]
+        group = [renamed(lead, tuple((Axis(f"x{i}", a.extent),) for i, a in enumerate(lead.axes)))]
         # What shares nothing with the first may share something with those that came to it.
         while found := next(((v, o) for v in rest if (o := join_group(v, group)) is not None), None):
             rest.remove(found[0])
@@ -113,7 +113,7 @@ def _shared(values: list[Value]) -> list[Fused]:
     return groups
 
 
-def _renamed(v: Value, axes: tuple[tuple[Axis, ...], ...]) -> Output:
+def renamed(v: Value, axes: tuple[tuple[Axis, ...], ...]) -> Output:
     """`v` over other axes: one for each dimension, or several that were flattened into it."""
     assert v.expr is not None
     places = [row_major(map(index, group), group) for group in axes]
@@ -137,7 +137,7 @@ def join_group(v: Value, group: list[Output]) -> Output | None:
         if len(set(used)) != len(used):
             continue
         fresh = (Axis(f"x{len(lead.axes) + i}_{len(group)}", own.extent) for i, own in enumerate(v.axes))
-        candidate = _renamed(v, tuple(run or (new,) for run, new in zip(pick, fresh, strict=True)))
+        candidate = renamed(v, tuple(run or (new,) for run, new in zip(pick, fresh, strict=True)))
         extra = math.prod(own.extent for run, own in zip(pick, v.axes, strict=True) if not run)
         # What is shared must have no axis of its own: it would be computed once for each.
         score = sum(r in shared for r in reductions(candidate.expr))

@@ -2,18 +2,21 @@
 
 Before: the program of a head reads tiles of `bias[x0, j0, h]`, the heads innermost: every element from another sector.
 After: a small kernel stores `copy[h, x0, j0]`, and tiles are runs of it.
+
+Before: many programs read tiles `bias[j0, x0]`, their rows last: each is turned in shared memory, with barriers.
+After: they read a `copy[x0, j0]`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 
 from ..build import rewrite
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Load, free_axes, index, load, loads
-from ..inner import power_of_two
+from ..inner import factors, power_of_two
 from ..plan import Accumulator, Choices, KernelPlan, Loop, Step, Store
 
 # What memory hands over at once, bytes.
@@ -21,6 +24,8 @@ SECTOR = 32
 # What a GPU moves in the time of a launch, bytes. (H200: of IPA's bias, scattered bytes of 19 MB read take 26.1 us in
 # all and a copy 28.2; of 75 MB 63.2 and 56.)
 LAUNCH = 2**24
+# How often what lies the other way is read, at least, for a copy to pay.
+OFTEN = 16
 # Elements of a tile of the copying kernel, and the most along what was innermost.
 COPIED_AT_ONCE, MAX_INNERMOST = 2048, 64
 
@@ -65,14 +70,20 @@ def _better_order(node: Load, plan: KernelPlan, shape: tuple[int, ...]) -> tuple
     wide = [k for k, i in enumerate(node.index) if free_axes(i) - single]
     if len(wide) < 2 or not is_float(node.dtype):
         return None
-    size = itemsize(node.dtype)
-    apart = min(SECTOR, size * math.prod(shape[wide[-1] + 1 :]))
-    read = _elements_read(node, plan)
-    if read * apart <= read * size + 2 * math.prod(shape) * size + LAUNCH:
-        return None
     streamed = {loop.axis for loop in plan.loops}
     inner = sorted(wide, key=lambda k: bool(free_axes(node.index[k]) & streamed))
-    return (*(k for k in range(len(shape)) if k not in wide), *inner)
+    size, numel, read = itemsize(node.dtype), math.prod(shape), _elements_read(node, plan)
+    apart = min(SECTOR, size * math.prod(shape[wide[-1] + 1 :]))
+    is_scattered = read * apart > read * size + 2 * numel * size + LAUNCH
+    is_turned = inner != wide and _joins_rows(node, plan, streamed) and read >= OFTEN * numel
+    return (*(k for k in range(len(shape)) if k not in wide), *inner) if is_scattered or is_turned else None
+
+
+def _joins_rows(node: Load, plan: KernelPlan, streamed: Set[Axis]) -> bool:
+    """Whether a load has rows and columns of a loop's tile, and is no side of a product, which may lie either way."""
+    rows = {a for a in plan.grid if a not in plan.features and (plan.choices.tile(a) or 1) > 1}
+    own = free_axes(node)
+    return bool(own & rows and own & streamed) and not any(node in factors(e) for e in _bodies(plan))
 
 
 def _elements_read(node: Load, plan: KernelPlan) -> int:
