@@ -13,7 +13,7 @@ from ..schedule import build
 from ..schedule.dtype import is_float
 from ..schedule.expr import Expr, index
 from .pointwise import Arith
-from .tensor import At, Indices, Number, Operand, Spec, Tensor, element, fresh_axis, normal_dims
+from .tensor import At, Indices, Number, Operand, Spec, Tensor, constant, element, fresh_axis, normal_dims
 
 aten = torch.ops.aten
 Dims = int | Sequence[int] | None
@@ -68,9 +68,37 @@ def _extremum(kind: str) -> Callable[..., At]:
     return rule
 
 
-def _extremum_dim(kind: str) -> Callable[..., tuple[At, None]]:
-    """The values; their positions have no rule."""
-    return lambda outs, x, dim, keepdim=False: (_extremum(kind)(outs[0], x, dim, keepdim), None)
+def _extremum_dim(kind: str) -> Callable[..., tuple[At, At]]:
+    """The values, and their positions."""
+    return lambda outs, x, dim, keepdim=False: (
+        _extremum(kind)(outs[0], x, dim, keepdim),
+        _position(kind)(outs[1], x, dim, keepdim),
+    )
+
+
+def _position(kind: str) -> Callable[..., At]:
+    """The first index of the extremum, or of NaN."""
+
+    def rule(out: Spec, x: Tensor, dim: int | None = None, keepdim: bool = False) -> At:
+        if dim is None and len(x.shape) > 1:
+            raise Unsupported(f"aten.arg{kind}", "a position in several dimensions")
+        dims = normal_dims(dim, len(x.shape))
+        if not dims:
+            return lambda idx: constant(0, "i64")
+        (d,) = dims
+        x = x if x.dtype != "bool" else _cast(x, "u8")
+        extremum = _at_row(_reduce(kind, x, d, True, x.dtype), x, d)
+
+        def place(idx: Indices) -> Expr:
+            e = x.at(idx)
+            here = build.op("eq", e, extremum(idx), dtype="bool")
+            if is_float(x.dtype):
+                here = build.op("or", here, build.op("isnan", e, dtype="bool"), dtype="bool")
+            return build.select(here, idx[d], constant(x.shape[d] - 1, "i64"))
+
+        return _reduce("min", Tensor(x.shape, "i64", place), d, keepdim, "i64")
+
+    return rule
 
 
 def _truth(kind: str) -> Callable[..., At]:
@@ -316,6 +344,8 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.all: _truth("all"),
     **dict.fromkeys((aten.amax, aten.max.default), _extremum("max")),
     **dict.fromkeys((aten.amin, aten.min.default), _extremum("min")),
+    aten.argmax: _position("max"),
+    aten.argmin: _position("min"),
     aten.max.dim: _extremum_dim("max"),
     aten.min.dim: _extremum_dim("min"),
     aten.var: _spread(root=False, with_mean=False),

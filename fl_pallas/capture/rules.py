@@ -29,7 +29,6 @@ RULES: dict[Any, Callable[..., Any]] = {
 aten = torch.ops.aten
 _REASONS: dict[Any, str] = {
     **dict.fromkeys((aten.sort, aten.argsort, aten.topk, aten.kthvalue, aten.median), "sorting"),
-    **dict.fromkeys((aten.argmax, aten.argmin), "the position of an extremum"),
     **dict.fromkeys((aten.cumsum, aten.cumprod, aten.cummax, aten.cummin, aten.logcumsumexp), "a scan"),
 }
 _TAG_REASONS = {

@@ -8,19 +8,22 @@ memory) in which that value is final.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..build import cast, op, select, substitute
+from ..build import cast, negate, op, select, substitute
 from ..dtype import is_float
-from ..expr import Axis, Expr, Op, Reduce, Ref, const, free_axes, index, reductions, ref, walk
+from ..expr import Axis, Const, Expr, Op, Reduce, Ref, const, free_axes, index, raw_op, reductions, ref, walk
 from ..inner import factors
 from ..laws import Nonseparable, Scope, Term, non_negative, positive_factor, power_of_difference, separate, split_sum
 from ..plan import Accumulator, Anchor, Loop, Step, Store
 from .fuse import Fused
 
+# Comparisons, and what they are with their sides exchanged.
+_MIRRORED = {"eq": "eq", "ge": "le", "le": "ge"}
 # Reductions up to this extent that contain no other are taken whole, without a loop.
 MAX_COVERED = 256
 
@@ -33,7 +36,8 @@ class _Pass:
 
 @dataclass
 class _Streams:
-    """The loops under construction; `home` tells in which pass a reference is computed."""
+    """The loops under construction; `home` tells in which pass a reference is computed, `extremes` of what it is the
+    max or min."""
 
     compute: str
     parallel: tuple[Axis, ...]
@@ -41,6 +45,7 @@ class _Streams:
     home: dict[str, int] = field(default_factory=dict)
     known: dict[tuple, str] = field(default_factory=dict)
     positive: set[str] = field(default_factory=set)
+    extremes: dict[str, tuple[str, Expr]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -113,6 +118,8 @@ def _place(r: Reduce, body: Expr, state: _Streams) -> Expr:
 
 
 def _reduce(r: Reduce, body: Expr, n: int, scope: Scope, state: _Streams) -> Expr:
+    if scope.moves(body) and (found := _where_extreme(r, body, n, scope, state)) is not None:
+        return found
     if r.kind == "sum":
         terms = separate(body, scope) if scope.moves(body) else _plain(body, scope)
         values = [_term(t, r, n, scope, state) for t in terms]
@@ -230,6 +237,68 @@ def _anchor(value: Expr, n: int, scope: Scope, state: _Streams) -> Expr:
     return ref(state.known[key], _axes_of(value, state), scope.dtype)
 
 
+def _where_extreme(r: Reduce, body: Expr, n: int, scope: Scope, state: _Streams) -> Expr | None:
+    """A reduction of what stands where something equals its running extremum (positions, how many, a sum over them):
+    once the extremum moves, nothing that was seen before equals it. None if the body is something else.
+    """
+    parts = factors(body) if r.kind == "sum" else [body]
+    moving = [f for f in parts if scope.varies(f) and scope.moves(f)]
+    found = _chosen_at(moving[0], state) if len(moving) == 1 else None
+    if found is None:
+        return None
+    chosen, peak = found
+    outside = chosen.args[2]
+    is_const = isinstance(outside, Const) and (outside.value == 0 or r.kind in ("max", "min"))
+    if not is_const or scope.moves(chosen.args[1]) or peak.name not in scope.running:
+        return None
+    inside = [chosen if f is moving[0] else f for f in parts if scope.varies(f)]
+    update = functools.reduce(lambda a, b: op("mul", a, b, dtype=r.dtype), inside)
+    before = ref(f"{peak.name}.old", peak.axes, peak.dtype)
+    same = op("or", op("eq", before, peak, dtype="bool"), op("isnan", before, dtype="bool"), dtype="bool")
+
+    def kept(name: str) -> Expr:
+        own = ref(f"{name}.old", _axes_of(update, state), held_type(update, state.compute))
+        return select(same, own, const(outside.value, own.dtype))
+
+    value = _accumulate(r.kind, update, r.dtype, None, kept, n, state)
+    state.notes.append(f"{getattr(value, 'name', '')} begins anew when {peak.name} moves")
+    for f in parts:
+        if not scope.varies(f):
+            value = scope.op("mul", value, f)
+    return value
+
+
+def _chosen_at(e: Expr, state: _Streams) -> tuple[Op, Ref] | None:
+    """`e` as a choice by what equals its running extremum, and that; None if it is none."""
+    if not isinstance(e, Op) or e.name != "select":
+        return None
+    test, then, other = e.args
+    for name, chosen, rest in ((test, then, other), (negate(test), other, then)):
+        tests = name.args if isinstance(name, Op) and name.name == "or" else (name,)
+        same = [_equals_extreme(t, state) for t in tests]
+        found = next((s for s in same if s is not None), None)
+        others = [t for t, s in zip(tests, same, strict=True) if s is None]
+        if found is not None and not any(isinstance(n, Ref) for t in others for n in walk(t)):
+            whole = functools.reduce(lambda a, b: op("or", a, b, dtype="bool"), (found[0], *others))
+            return raw_op("select", (whole, chosen, rest), e.dtype), found[1]
+    return None
+
+
+def _equals_extreme(test: Expr, state: _Streams) -> tuple[Expr, Ref] | None:
+    """`x == max x`, or `x >= max x`, without factors; and the reference to the running maximum. None if it is none."""
+    if not isinstance(test, Op) or test.name not in _MIRRORED:
+        return None
+    for name, x, peak in ((test.name, *test.args), (_MIRRORED[test.name], *test.args[::-1])):
+        core, factor = (peak.args if isinstance(peak, Op) and peak.name == "mul" else (peak, None))
+        kind, update = state.extremes.get(core.name, ("", None)) if isinstance(core, Ref) else ("", None)
+        own = positive_factor(x) if factor is not None else (x, None)
+        same = own[0] is update and (factor is None or isinstance(factor, Const) and factor.value == own[1])
+        if same and name in ("eq", {"max": "ge", "min": "le"}[kind]):
+            assert isinstance(core, Ref)
+            return op("eq", own[0], core, dtype="bool"), core
+    return None
+
+
 def _extreme(r: Reduce, body: Expr, n: int, scope: Scope, state: _Streams) -> Expr:
     """max or min of a body: + distributes, non-negative factors commute, exp is increasing."""
     if not scope.moves(body):
@@ -272,7 +341,7 @@ def _accumulate(
       moved: its old value after the references of its shifts moved, given its name.
     """
     axes = _axes_of(update, state)
-    held = "bool" if kind in ("any", "all") else state.compute if is_float(update.dtype) else update.dtype
+    held = "bool" if kind in ("any", "all") else held_type(update, state.compute)
     key = (kind, n, update, dtype, anchor, moved is not None)
     if key in state.known:
         return ref(state.known[key], axes, held)
@@ -280,6 +349,8 @@ def _accumulate(
     name = f"{letter}{sum(v[0] == letter for v in state.known.values())}"
     state.known[key] = name
     state.home[name] = n
+    if kind in ("max", "min"):
+        state.extremes[name] = kind, update
     if kind == "sum" and non_negative(update, frozenset(state.positive)):
         state.positive.add(name)
     old = moved(name) if moved else None
@@ -303,6 +374,11 @@ def _guard(peak: Expr, dtype: str) -> Expr:
     """A maximum as reference: 0 in place of -inf, so that -inf - reference stays -inf."""
     low = const(-math.inf, dtype)
     return select(op("eq", peak, low, dtype="bool"), const(0.0, dtype), peak)
+
+
+def held_type(update: Expr, compute: str) -> str:
+    """The type in which an accumulator of numbers is kept."""
+    return compute if is_float(update.dtype) else update.dtype
 
 
 def _axes_of(e: Expr, state: _Streams) -> tuple[Axis, ...]:
