@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...errors import Unsupported
 from ..build import row_major
 from ..dtype import compute_dtype, is_float, itemsize
 from ..expr import Load, Op, index, loads, reductions, walk
@@ -14,6 +13,9 @@ from .exchange import exchange
 from .fuse import fuse
 from .grow_regions import grow_regions
 from .resolve_views import inline_load, inlined, resolve_views, root_of
+
+# Comparisons that may ask which elements equal their extremum.
+_TESTS = ("eq", "ne", "ge", "le", "gt", "lt")
 
 
 @dataclass(frozen=True)
@@ -32,21 +34,25 @@ class Kept:
     facts: tuple[Value, ...]
 
 
-def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) -> Kept:
+def keep(
+    joint: Program, forward: tuple[str, ...], backward: tuple[str, ...], also: tuple[str, ...] = ()
+) -> Kept | frozenset[str]:
     """What the backward pass of a joint Program reads from memory; all else of the forward pass it computes again.
 
     Args:
       joint: both passes; inputs of the backward pass alone are named "tangents…".
       forward, backward: names of the results of either.
+      also: names of what the forward pass computes besides, to be kept.
 
-    Raises: Unsupported where a gradient goes to the scores that equal their maximum.
+    Returns: that; or, where a gradient goes to the scores that equal their maximum, the names of those comparisons:
+    scores that are computed again may not equal it.
     """
     later: set[str] = set()
     for v in joint.values:
         if v.name.startswith("tangents") or later.intersection(v.reads):
             later.add(v.name)
-    whole = resolve_views(replace(joint, outputs=(*forward, *backward)))
-    cheap, statistics, fused = _kept(resolve_views(replace(joint, outputs=forward)))
+    whole = resolve_views(replace(joint, outputs=(*forward, *also, *backward)))
+    cheap, statistics, fused = _kept(resolve_views(replace(joint, outputs=(*forward, *also))))
     saved: set[str] = set()
     stack = [root_of(whole, name) for name in backward]
     seen: set[str] = set()
@@ -60,10 +66,9 @@ def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) ->
             saved.add(v.name)
         else:
             stack += v.reads
-    for v in (v for v in whole.values if v.name in seen or v.name in later):
-        if _compares(whole, v, saved - fused):
-            why = "the gradient goes to what equals the maximum, and scores that are computed again may not (detach it)"
-            raise Unsupported("a maximum that needs a gradient", why, v.where)
+    asked = (v for v in whole.values if v.name in seen or v.name in later)
+    if compared := frozenset(v.name for v in asked if _compares(whole, v, saved - fused)):
+        return compared
     # A result may be known in the dimensions in which the user sees it, and in those of the product that made it. Where
     # both are the same memory the result is kept: PyTorch then knows that it must not be written to.
     sums = {v.name: v.numel for v in whole.values if v.name in cheap - later and _is_sum(v)}
@@ -125,9 +130,12 @@ def inner(program: Program) -> frozenset[str]:
 
 def _compares(program: Program, v: Value, saved: set[str]) -> bool:
     """Whether `v` asks which floats equal their extremum, other than those `saved`, which are what they were."""
-    tests = [n for n in walk(v.expr) if isinstance(n, Op) and n.name == "eq"] if v.expr is not None else []
+    tests = [n for n in walk(v.expr) if isinstance(n, Op) and n.name in _TESTS] if v.expr is not None else []
     for n in tests:
-        sources = {m.source for m in loads(n)} if all(is_float(a.dtype) and loads(a) for a in n.args) else set()
+        # With a bound made of the extremum a bit more or less is no matter.
+        bare = n.name == "eq" or all(isinstance(a, Load) for a in n.args)
+        floats = bare and all(is_float(a.dtype) and loads(a) for a in n.args)
+        sources = {m.source for m in loads(n)} if floats else set()
         if not sources <= saved and any(_is_extremum(program.by_name[root_of(program, s)]) for s in sources):
             return True
     return False

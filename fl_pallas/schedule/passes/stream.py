@@ -289,7 +289,7 @@ def _equals_extreme(test: Expr, state: _Streams) -> tuple[Expr, Ref] | None:
     if not isinstance(test, Op) or test.name not in _MIRRORED:
         return None
     for name, x, peak in ((test.name, *test.args), (_MIRRORED[test.name], *test.args[::-1])):
-        core, factor = (peak.args if isinstance(peak, Op) and peak.name == "mul" else (peak, None))
+        core, factor = peak.args if isinstance(peak, Op) and peak.name == "mul" else (peak, None)
         kind, update = state.extremes.get(core.name, ("", None)) if isinstance(core, Ref) else ("", None)
         own = positive_factor(x) if factor is not None else (x, None)
         same = own[0] is update and (factor is None or isinstance(factor, Const) and factor.value == own[1])

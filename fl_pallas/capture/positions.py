@@ -1,0 +1,114 @@
+"""Where an extremum was found, kept for the backward pass: scores that it computes again may differ in the last bit."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..errors import Unsupported
+
+aten = torch.ops.aten
+
+# Which of them hold where an element is its row's extremum, and which where it is not.
+_EQUAL = {aten.eq.Tensor: "", aten.ge.Tensor: "max", aten.le.Tensor: "min"}
+_OTHER = {aten.ne.Tensor: "", aten.lt.Tensor: "max", aten.gt.Tensor: "min"}
+_EXTREMA = {aten.amax.default: "max", aten.amin.default: "min", aten.max.dim: "max", aten.min.dim: "min"}
+_SAME_ELEMENTS = (aten.detach.default, aten.alias.default)
+_SAME_ROWS = (
+    *_SAME_ELEMENTS, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.view.default,
+    aten._unsafe_view.default, aten.expand.default, operator.getitem,
+)  # fmt: skip
+# Of several that equal their extremum, how far off they may be when they are computed again; by bits of the type.
+_NEAR, _NEAR_SIXTEEN = 1e-5, 2.0**-7
+
+
+def by_position(joint: GraphModule, names: frozenset[str]) -> tuple[str, ...]:
+    """Before: `x == x.amax(d)`. After: `arange == x.argmax(d)`; where several are equal, x is compared, with some room.
+
+    Args:
+      joint: an ATen graph of both passes, every result in `meta["val"]`; it is changed.
+      names: of comparisons whose `x` the backward pass computes again.
+
+    Returns: names of what the forward pass has to compute for it: positions, and how many are equal.
+
+    Raises: Unsupported for an extremum over several dimensions, or of something else than what it is compared with.
+    """
+    made: dict[tuple[Node, int], tuple[Node, Node, Node]] = {}
+    for test in [n for n in joint.graph.nodes if n.name in names]:
+        x, top, kind, d = _compared(test)
+        with joint.graph.inserting_before(test):
+            if (x, d) not in made:
+                made[x, d] = _positions(joint, test, x, top, kind, d)
+            position, count, is_one = made[x, d]
+            there = is_one if test.target in _EQUAL else _call(joint, test, aten.logical_not.default, is_one)
+        for user in list(test.users):
+            counts = user.target is aten.sum.dim_IntList and test.target in _EQUAL and _is_count(user, count)
+            if counts and user is not count:
+                user.replace_all_uses_with(count)
+            elif user is not count:
+                user.replace_input_with(test, there)
+    joint.graph.eliminate_dead_code()
+    joint.recompile()
+    return tuple(n.name for position, count, _ in made.values() for n in (position, count))
+
+
+def _compared(test: Node) -> tuple[Node, Node, str, int]:
+    """What is compared, with which extremum of it, whether that is its max or min, over which dimension."""
+    kind = {**_EQUAL, **_OTHER}.get(test.target)
+    sides = [n for n in test.args if isinstance(n, Node)]
+    for x, top in (sides, sides[::-1]) if len(sides) == 2 and kind is not None else ():
+        found, source = _through(top, _SAME_ROWS), _through(x, _SAME_ELEMENTS)
+        if found.target in _EXTREMA and _through(found.args[0], _SAME_ELEMENTS) is source:  # type: ignore[arg-type]
+            own = _EXTREMA[found.target]
+            dims: Any = found.args[1] if len(found.args) > 1 else ()
+            dims = [dims] if isinstance(dims, int) else list(dims)
+            mirrored = x is not sides[0]
+            fits = kind == "" or kind == ({"max": "min", "min": "max"}[own] if mirrored else own)
+            if len(dims) == 1 and fits:
+                return source, top, own, dims[0] % source.meta["val"].dim()
+    why = "the gradient goes to what equals the maximum of several dimensions, or of something else (detach it)"
+    raise Unsupported("a maximum that needs a gradient", why)
+
+
+def _through(node: Node, targets: tuple[Any, ...]) -> Node:
+    while node.target in targets and isinstance(node.args[0], Node):
+        if node.target is operator.getitem and node.args[1] != 0:
+            break
+        node = node.args[0]
+    return node
+
+
+def _positions(joint: GraphModule, test: Node, x: Node, top: Node, kind: str, d: int) -> tuple[Node, Node, Node]:
+    """The position of the extremum, how many elements equal it, and which element is one of them."""
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> Node:
+        return _call(joint, test, target, *args, **kwargs)
+
+    value = x.meta["val"]
+    place = call(aten.argmax.default if kind == "max" else aten.argmin.default, x, d, True)
+    count = call(aten.sum.dim_IntList, call(aten.eq.Tensor, x, top), [d], True)
+    along = call(aten.arange.default, value.shape[d], device=value.device)
+    along = call(aten.view.default, along, [-1, *[1] * (value.dim() - 1 - d)])
+    near = _NEAR_SIXTEEN if value.dtype.itemsize == 2 else _NEAR
+    room = call(aten.mul.Tensor, call(aten.sign.default, top), -near if kind == "max" else near)
+    bound = call(aten.mul.Tensor, top, call(aten.add.Tensor, room, 1))
+    tied = call(aten.ge.Tensor if kind == "max" else aten.le.Tensor, x, bound)
+    several = call(aten.gt.Scalar, count, 1)
+    return place, count, call(aten.where.self, several, tied, call(aten.eq.Tensor, along, place))
+
+
+def _is_count(node: Node, count: Node) -> bool:
+    same_dims = [d % len(count.meta["val"].shape) for d in node.args[1]] == count.args[1]  # type: ignore[union-attr]
+    return same_dims and node.meta["val"].shape == count.meta["val"].shape
+
+
+def _call(joint: GraphModule, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """A call that stands where `like` does in the user's source."""
+    node = joint.graph.call_function(target, args, kwargs)
+    values = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+    with like.meta["val"].fake_mode:
+        node.meta.update({**like.meta, "val": target(*values[0], **values[1])})
+    return node
