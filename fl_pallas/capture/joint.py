@@ -32,8 +32,8 @@ aten = torch.ops.aten
 Compiler = Callable[[GraphModule, Sequence[Any], "Known"], Callable[..., Any]]
 # (joint Program, results of its forward, of its backward) -> names of what is zero whatever the numbers are.
 Vanishing = Callable[[Program, tuple[str, ...], tuple[str, ...]], frozenset[str]]
-# The same, and what is to be kept -> what is kept, or names of comparisons with an extremum that needs a gradient.
-Keep = Callable[[Program, tuple[str, ...], tuple[str, ...], tuple[str, ...]], Kept | frozenset[str]]
+# The same -> what is kept, or names of comparisons with an extremum that needs a gradient.
+Keep = Callable[[Program, tuple[str, ...], tuple[str, ...]], Kept | frozenset[str]]
 
 # Row statistics are nodes of their own, which a backward pass can be handed.
 _STATISTICS = get_decompositions((aten._softmax, aten._log_softmax, aten._safe_softmax, aten.logsumexp))
@@ -147,13 +147,13 @@ def differentiable(
             if zeros := vanishing(program, *_results(joint, num_fwd_outputs, program)):
                 _set_to_zero(joint, zeros)
                 program = translate(joint)
-            kept = keep(program, *_results(joint, num_fwd_outputs, program), ())
-            if not isinstance(kept, Kept):
-                positions = by_position(joint, kept)
+            asked = frozenset[str]()
+            while not isinstance(kept := keep(program, *_results(joint, num_fwd_outputs, program)), Kept):
+                if kept <= asked:
+                    raise Unsupported("a maximum that needs a gradient", "the gradient goes to what equals it")
+                asked |= kept
+                by_position(joint, kept)
                 program = translate(joint)
-                kept = keep(program, *_results(joint, num_fwd_outputs, program), positions)
-                if not isinstance(kept, Kept):
-                    raise Unsupported("a maximum that needs a gradient", "the gradient goes to what equals a maximum")
         wide = _widen(joint, kept.exact)
         facts.extend(_widened(f, wide) for f in kept.facts)
         _need(joint, num_fwd_outputs, {f.name for f in facts})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -25,34 +26,32 @@ _SAME_ROWS = (
 _NEAR, _NEAR_SIXTEEN = 1e-5, 2.0**-7
 
 
-def by_position(joint: GraphModule, names: frozenset[str]) -> tuple[str, ...]:
+def by_position(joint: GraphModule, names: frozenset[str]) -> None:
     """Before: `x == x.amax(d)`. After: `arange == x.argmax(d)`; where several are equal, x is compared, with some room.
 
     Args:
       joint: an ATen graph of both passes, every result in `meta["val"]`; it is changed.
       names: of comparisons whose `x` the backward pass computes again.
 
-    Returns: names of what the forward pass has to compute for it: positions, and how many are equal.
-
     Raises: Unsupported for an extremum over several dimensions, or of something else than what it is compared with.
     """
-    made: dict[tuple[Node, int], tuple[Node, Node, Node]] = {}
+    made: dict[tuple[Node, str, int], tuple[Node, Node, Node]] = {}
     for test in [n for n in joint.graph.nodes if n.name in names]:
         x, top, kind, d = _compared(test)
         with joint.graph.inserting_before(test):
-            if (x, d) not in made:
-                made[x, d] = _positions(joint, test, x, top, kind, d)
-            position, count, is_one = made[x, d]
+            if (x, kind, d) not in made:
+                made[x, kind, d] = _positions(joint, test, x, top, kind, d)
+            count, share, is_one = made[x, kind, d]
             there = is_one if test.target in _EQUAL else _call(joint, test, aten.logical_not.default, is_one)
         for user in list(test.users):
-            counts = user.target is aten.sum.dim_IntList and test.target in _EQUAL and _is_count(user, count)
-            if counts and user is not count:
+            if user.target is aten.sum.dim_IntList and test.target in _EQUAL and _is_count(user, count):
+                for divided in [n for n in user.users if n.target is aten.div.Tensor and n.args[0] is not user]:
+                    divided.replace_input_with(user, share)
                 user.replace_all_uses_with(count)
-            elif user is not count:
+            else:
                 user.replace_input_with(test, there)
     joint.graph.eliminate_dead_code()
     joint.recompile()
-    return tuple(n.name for position, count, _ in made.values() for n in (position, count))
 
 
 def _compared(test: Node) -> tuple[Node, Node, str, int]:
@@ -82,7 +81,7 @@ def _through(node: Node, targets: tuple[Any, ...]) -> Node:
 
 
 def _positions(joint: GraphModule, test: Node, x: Node, top: Node, kind: str, d: int) -> tuple[Node, Node, Node]:
-    """The position of the extremum, how many elements equal it, and which element is one of them."""
+    """How many elements equal the extremum; by what their gradient is divided; and which element is one of them."""
 
     def call(target: Any, *args: Any, **kwargs: Any) -> Node:
         return _call(joint, test, target, *args, **kwargs)
@@ -95,9 +94,13 @@ def _positions(joint: GraphModule, test: Node, x: Node, top: Node, kind: str, d:
     near = _NEAR_SIXTEEN if value.dtype.itemsize == 2 else _NEAR
     room = call(aten.mul.Tensor, call(aten.sign.default, top), -near if kind == "max" else near)
     bound = call(aten.mul.Tensor, top, call(aten.add.Tensor, room, 1))
-    tied = call(aten.ge.Tensor if kind == "max" else aten.le.Tensor, x, bound)
-    several = call(aten.gt.Scalar, count, 1)
-    return place, count, call(aten.where.self, several, tied, call(aten.eq.Tensor, along, place))
+    less = call(aten.lt.Tensor if kind == "max" else aten.gt.Tensor, x, bound)
+    one = call(aten.eq.Scalar, count, 1)
+    is_one = call(aten.where.self, one, call(aten.eq.Tensor, along, place), call(aten.logical_not.default, less))
+    share = call(aten._to_copy.default, count, dtype=value.dtype)
+    # NaN equals nothing, and PyTorch divides 0 by 0; here a factor of a whole row might be taken out of a sum.
+    share = call(aten.masked_fill.Scalar, share, call(aten.isnan.default, top), math.nan)
+    return count, share, is_one
 
 
 def _is_count(node: Node, count: Node) -> bool:

@@ -21,6 +21,7 @@ from .passes.grow_regions import Region, Rejected, grow_regions
 from .passes.interchange import interchange
 from .passes.lay_out import lay_out
 from .passes.part import Kernel, part_outputs, ways_to_part
+from .passes.places import places
 from .passes.resolve_views import resolve_views
 from .passes.share import loading, share
 from .passes.skip_tiles import skip_tiles
@@ -99,6 +100,7 @@ def schedule(
         groups = tuple(map(unflatten, groups))
         for fused in groups:
             record("unflatten", partial(fused_text, fused))
+        groups = tuple(map(places, groups))
         groups = tuple(map(split_reductions, groups))
         for fused in groups:
             record("split_reductions", partial(fused_text, fused))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..build import substitute
 from ..dtype import is_float
-from ..expr import Axis, Load, Op, const, free_axes, loads, reductions, walk
+from ..expr import Axis, Index, Load, Op, const, free_axes, loads, reductions, walk
 from ..program import Program, Value, depends
 
 # A contraction with a weight longer than this is a projection even if its result is coupled.
@@ -57,6 +57,18 @@ def join(program: Program, v: Value) -> Seed | None:
                 return Seed(v, rows, cols)
             if contracted and is_float(a.dtype) and is_float(b.dtype) and 1 in v.shape:
                 return Seed(v, rows, cols)
+    return _placed(v, found)
+
+
+def _placed(v: Value, found: list[Load]) -> Seed | None:
+    """The two sides of `v` if it is what each row has at a position that is read, and 0 elsewhere: the gradient of a
+    maximum, `select(a1 == place[a0], g[a0], 0)`."""
+    assert v.expr is not None
+    for test in (n for n in walk(v.expr) if isinstance(n, Op) and n.name == "eq"):
+        for along, place in (test.args, test.args[::-1]):
+            rows = frozenset(v.axes) & free_axes(place)
+            if isinstance(along, Index) and rows and loads(place) and not any(along.axis in _touched(n) for n in found):
+                return Seed(v, rows, frozenset((along.axis,)))
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..build import row_major
-from ..dtype import compute_dtype, is_float, itemsize
+from ..dtype import compute_dtype, is_float, is_int, itemsize
 from ..expr import Load, Op, index, loads, reductions, walk
 from ..integer import linear
 from ..program import Program, Value
@@ -34,15 +34,12 @@ class Kept:
     facts: tuple[Value, ...]
 
 
-def keep(
-    joint: Program, forward: tuple[str, ...], backward: tuple[str, ...], also: tuple[str, ...] = ()
-) -> Kept | frozenset[str]:
+def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) -> Kept | frozenset[str]:
     """What the backward pass of a joint Program reads from memory; all else of the forward pass it computes again.
 
     Args:
       joint: both passes; inputs of the backward pass alone are named "tangents…".
       forward, backward: names of the results of either.
-      also: names of what the forward pass computes besides, to be kept.
 
     Returns: that; or, where a gradient goes to the scores that equal their maximum, the names of those comparisons:
     scores that are computed again may not equal it.
@@ -51,8 +48,10 @@ def keep(
     for v in joint.values:
         if v.name.startswith("tangents") or later.intersection(v.reads):
             later.add(v.name)
-    whole = resolve_views(replace(joint, outputs=(*forward, *also, *backward)))
-    cheap, statistics, fused = _kept(resolve_views(replace(joint, outputs=(*forward, *also))))
+    whole = resolve_views(replace(joint, outputs=(*forward, *backward)))
+    # Positions, and how many there are of something: computed again, they might be others.
+    found = tuple(v.name for v in whole.values if v.name not in later and _is_found(v))
+    cheap, statistics, fused = _kept(resolve_views(replace(joint, outputs=(*forward, *found))))
     saved: set[str] = set()
     stack = [root_of(whole, name) for name in backward]
     seen: set[str] = set()
@@ -139,6 +138,12 @@ def _compares(program: Program, v: Value, saved: set[str]) -> bool:
         if not sources <= saved and any(_is_extremum(program.by_name[root_of(program, s)]) for s in sources):
             return True
     return False
+
+
+def _is_found(v: Value) -> bool:
+    """Whether `v` is an integer that is found among floats, or by what they are compared with."""
+    found = reductions(v.expr) if v.expr is not None and is_int(v.dtype) else []
+    return any(not is_int(n.dtype) for r in found for n in loads(r))
 
 
 def _is_extremum(v: Value) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..build import substitute
-from ..expr import Expr, Load, const, free_axes, load, loads
+from ..expr import Const, Expr, Load, const, free_axes, load, loads
 from ..program import Program, Value, reads_of
 
 
@@ -24,7 +24,7 @@ def inlined(e: Expr, values: Mapping[str, Value]) -> Expr:
 
 
 def resolve_views(program: Program) -> Program:
-    """`y = x.T; z[i,j] = y[i,j]` → `z[i,j] = x[j,i]`. Views that PyTorch still needs stay.
+    """`y = x.T; z[i,j] = y[i,j]` → `z[i,j] = x[j,i]`. Views that PyTorch still needs stay; so do constants.
 
     An axis that a value does not depend on (it was expanded before it was computed) is read at 0.
     """
@@ -40,7 +40,7 @@ def resolve_views(program: Program) -> Program:
 
 
 def _resolved(node: Load, value: Value) -> Expr:
-    if value.is_view:
+    if value.is_view or isinstance(value.expr, Const):
         return inline_load(node, value)
     if value.expr is None:
         return node

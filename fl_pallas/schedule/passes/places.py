@@ -1,0 +1,71 @@
+"""Where an extremum is: of what increases with scores it is where that of scores is, which a loop knows exactly."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..build import op, reduce, rewrite, substitute
+from ..expr import Axis, Expr, Op, Reduce, free_axes, index
+from ..laws import non_negative
+from .fuse import Fused
+
+_COMPARISONS = ("eq", "ne", "ge", "le", "gt", "lt")
+
+
+def places(fused: Fused) -> Fused:
+    """Before: `exp(s[j] - m) / l == max[j](exp(s[j] - m) / l)`. After: `s[j] == max[j](s[j])`.
+
+    A maximum that is derived from another (`max exp = exp max`) may differ from what it is the maximum of in the last
+    bit, and nothing would equal it.
+    """
+    return Fused(tuple(replace(o, expr=rewrite(o.expr, _of_scores)) for o in fused.outputs))
+
+
+def _of_scores(e: Expr) -> Expr:
+    if not isinstance(e, Op):
+        return e
+    if e.name == "or":
+        return op("or", e.args[0], _same_place(*e.args), dtype="bool")
+    if e.name not in _COMPARISONS:
+        return e
+    for n, m in enumerate(e.args):
+        x = e.args[1 - n]
+        if not isinstance(m, Reduce) or m.kind not in ("max", "min"):
+            continue
+        own = (a for a in free_axes(x) - free_axes(m) if a.extent == m.axis.extent)
+        along = next((a for a in own if substitute(m.body, {m.axis: index(a)}) is x), None)
+        core = _core(m.body, m.axis)
+        if along is not None and core is not m.body:
+            sides = (substitute(core, {m.axis: index(along)}), reduce(m.kind, m.axis, core, core.dtype))
+            return op(e.name, *(sides if n == 1 else sides[::-1]), dtype="bool")
+    return e
+
+
+def _same_place(found: Expr, other: Expr) -> Expr:
+    """`isnan` of what increases with scores, beside the place of their extremum, as that of the scores."""
+    if not (isinstance(found, Op) and found.name == "eq" and isinstance(other, Op) and other.name == "isnan"):
+        return other
+    x, m = found.args
+    along = free_axes(x) - free_axes(m)
+    same = isinstance(m, Reduce) and any(_core(other.args[0], a) is x for a in along)
+    return op("isnan", x, dtype="bool") if same else other
+
+
+def _core(e: Expr, axis: Axis) -> Expr:
+    """What `e` increases with, along the axis."""
+    while isinstance(e, Op):
+        varying = [n for n, a in enumerate(e.args) if axis in free_axes(a)]
+        if len(varying) != 1:
+            break
+        (n,) = varying
+        others = [a for k, a in enumerate(e.args) if k != n]
+        increases = (
+            e.name in ("exp", "exp2", "add")
+            or (e.name == "sub" and n == 0)
+            or (e.name in ("mul", "div") and n == 0 or e.name == "mul")
+            and non_negative(others[0], frozenset())
+        )
+        if not increases:
+            break
+        e = e.args[n]
+    return e
