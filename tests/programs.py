@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from .corpus import basic, fallbacks, further, masks, models, normalisers, outputs, research, science, scores
+from .corpus import (
+    basic,
+    fallbacks,
+    further,
+    masks,
+    models,
+    normalisers,
+    outputs,
+    places,
+    research,
+    science,
+    scores,
+)
 from .corpus.case import Case, Draw
 
 __all__ = ["BY_NAME", "CORPUS", "FALLBACKS", "FUSED", "Case", "Draw"]
@@ -17,6 +29,7 @@ FUSED: tuple[Case, ...] = (
     *further.CASES,
     *research.CASES,
     *models.CASES,
+    *places.CASES,
 )
 FALLBACKS: tuple[Case, ...] = fallbacks.CASES
 CORPUS: tuple[Case, ...] = (*FUSED, *FALLBACKS)

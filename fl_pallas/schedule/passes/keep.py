@@ -8,7 +8,7 @@ from ..build import row_major
 from ..dtype import compute_dtype, is_float, is_int, itemsize
 from ..expr import Load, Op, index, loads, reductions, walk
 from ..integer import linear
-from ..program import Program, Value
+from ..program import Program, Value, depends
 from .exchange import exchange
 from .fuse import fuse
 from .grow_regions import grow_regions
@@ -132,11 +132,15 @@ def _compares(program: Program, v: Value, saved: set[str]) -> bool:
     tests = [n for n in walk(v.expr) if isinstance(n, Op) and n.name in _TESTS] if v.expr is not None else []
     for n in tests:
         # With a bound made of the extremum a bit more or less is no matter.
-        bare = n.name == "eq" or all(isinstance(a, Load) for a in n.args)
-        floats = bare and all(is_float(a.dtype) and loads(a) for a in n.args)
-        sources = {m.source for m in loads(n)} if floats else set()
-        if not sources <= saved and any(_is_extremum(program.by_name[root_of(program, s)]) for s in sources):
-            return True
+        if n.name != "eq" and not all(isinstance(a, Load) for a in n.args):
+            continue
+        left, right = ({m.source for m in loads(a)} if is_float(a.dtype) else set[str]() for a in n.args)
+        if not left or not right or left | right <= saved:
+            continue
+        for these, others in ((left, right), (right, left)):
+            extrema = {s for s in these - others if _is_extremum(program.by_name[root_of(program, s)])}
+            if any(not depends(program, others, {s}) for s in extrema):
+                return True
     return False
 
 

@@ -75,7 +75,7 @@ def _better_order(node: Load, plan: KernelPlan, shape: tuple[int, ...]) -> tuple
     size, numel, read = itemsize(node.dtype), math.prod(shape), _elements_read(node, plan)
     apart = min(SECTOR, size * math.prod(shape[wide[-1] + 1 :]))
     is_scattered = read * apart > read * size + 2 * numel * size + LAUNCH
-    is_turned = inner != wide and _joins_rows(node, plan, streamed) and read >= OFTEN * numel
+    is_turned = inner != wide and _joins_rows(node, plan, streamed) and read >= max(OFTEN * numel, LAUNCH // size)
     return (*(k for k in range(len(shape)) if k not in wide), *inner) if is_scattered or is_turned else None
 
 

@@ -1,0 +1,154 @@
+"""Positions of extrema, and what goes by them: exact, in one pass, with the gradients that PyTorch gives."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fl_pallas as fl
+from tests.oracle import check_gradients
+
+
+def whole(seed: int, *shape: int, most: int = 2) -> Tensor:
+    """Whole numbers, whose products are exact in any order, and equal each other often."""
+    return torch.randint(-most, most + 1, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def kernels(fn: Callable, *inputs: Tensor) -> int:
+    found = fl.explain(fn, *inputs)
+    assert not found.fallbacks, found.fallbacks
+    return found.kernel_count
+
+
+def assert_alike(fn: Callable, inputs: list[Tensor], device: torch.device) -> None:
+    """The same as PyTorch's on the CPU, to the bit."""
+    moved = [t.to(device) for t in inputs]
+    made, wanted = fl.compile(fn, fallback="error")(*moved), fn(*inputs)
+    pairs = zip(made, wanted, strict=True) if isinstance(wanted, tuple) else [(made, wanted)]
+    for a, b in pairs:
+        assert torch.equal(a.cpu().nan_to_num(7), b.nan_to_num(7)) and a.dtype == b.dtype
+    assert kernels(fn, *moved) == 1
+
+
+def masked(q: Tensor, k: Tensor) -> Tensor:
+    """Causal, the third row blind: the first of equals is its place."""
+    i = torch.arange(k.shape[-2], device=q.device)
+    return (q @ k.mT).masked_fill((i > i[:, None]) | (i[:, None] == 2), -math.inf).argmax(-1)
+
+
+POSITIONS: dict[str, Callable] = {
+    "argmax": lambda q, k: (q @ k.mT / 4).argmax(-1),
+    "argmin": lambda q, k: (q @ k.mT).argmin(-1, keepdim=True),
+    "max": lambda q, k: tuple((q @ k.mT).max(-1)),
+    "min": lambda q, k: tuple((q @ k.mT).min(1)),
+    "masked": masked,
+    "count": lambda q, k: ((s := q @ k.mT) == s.amax(-1, keepdim=True)).sum(-1),
+    "at_least": lambda q, k: ((s := q @ k.mT) >= s.amax(-1, keepdim=True)).sum(-1),
+    "nearest": lambda q, k: ((q[:, :, None] - k[:, None]) ** 2).sum(-1).argmin(-1),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+@pytest.mark.parametrize("n", [3, 100, 257])
+def test_positions_are_exact(name: str, n: int, device: torch.device) -> None:
+    assert_alike(POSITIONS[name], [whole(0, 2, n, 16), whole(1, 2, n, 16)], device)
+
+
+def test_a_position_among_many_keys(device: torch.device) -> None:
+    """A few queries: the keys are shared out, and parts are merged."""
+    q, k = whole(0, 1, 2, 16), whole(1, 1, 5000, 16)
+    made = fl.compile(POSITIONS["argmax"], fallback="error")(q.to(device), k.to(device))
+    assert torch.equal(made.cpu(), POSITIONS["argmax"](q, k))
+
+
+def test_the_position_of_nan(device: torch.device) -> None:
+    q, k = whole(0, 2, 40, 16), whole(1, 2, 40, 16)
+    k[0, 33], k[0, 35], q[1, 3] = math.nan, math.nan, math.nan
+    assert_alike(POSITIONS["argmax"], [q, k], device)
+
+
+SUMS: dict[str, Callable] = {
+    "equal": lambda q, k, v: ((s := q @ k.mT) == s.amax(-1, keepdim=True)).to(v.dtype) @ v,
+    "shared": lambda q, k, v: (m := ((s := q @ k.mT) >= s.amax(-1, True)).to(v.dtype)) @ v / m.sum(-1, True),
+    "most": lambda q, k, v: ((s := (q @ k.mT).softmax(-1)) == s.amax(-1, keepdim=True)).to(v.dtype) @ v,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_over_what_equals_the_maximum(name: str, device: torch.device) -> None:
+    """Equal weights may differ in the last bit in PyTorch, equal scores do not."""
+    inputs = [whole(n, 2, 100, 16, most=2 + n) for n in range(3)]
+    exact = SUMS["equal" if name == "most" else name]
+    made = fl.compile(SUMS[name], fallback="error")(*(t.to(device) for t in inputs))
+    assert torch.allclose(made.cpu(), exact(*inputs), rtol=1e-6)
+    assert kernels(SUMS[name], *(t.to(device) for t in inputs)) == 1
+
+
+def test_codes_are_looked_up(device: torch.device) -> None:
+    """Vector quantisation: positions go on to PyTorch's lookup."""
+
+    def quantised(x: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        place = ((x * x).sum(-1, keepdim=True) - 2 * x @ codes.T + (codes * codes).sum(-1)).argmin(-1)
+        return F.embedding(place, codes), place
+
+    assert_alike(quantised, [whole(0, 100, 16), whole(1, 64, 16)], device)
+
+
+def of_max(q: Tensor, k: Tensor) -> Tensor:
+    return (q @ k.mT).amax(-1)
+
+
+GRADIENTS: dict[str, Callable] = {
+    "amax": of_max,
+    "amin of columns": lambda q, k: (q @ k.mT).amin(-2),
+    "max": lambda q, k: (q @ k.mT).max(-1).values,
+    "relu": lambda q, k: torch.relu(q @ k.mT - 20).amax(-1),
+    "clamped": lambda q, k: (q @ k.mT).clamp(-1, 1).amin(-1),
+    "twice": lambda q, k: (q @ k.mT).amax(-1).amax(-1),
+    "the second": lambda q, k: (s := q @ k.mT).masked_fill(s == s.amax(-1, keepdim=True), -99.0).amax(-1),
+    "max-plus": lambda q, k: ((q @ k.mT)[..., None] + k[:, None]).amax(-2),
+    "both ends": lambda q, k: (s := q @ k.mT).amax(-1) * s.amin(-1),
+}
+
+
+@pytest.mark.parametrize("drawn", ["whole", "normal"])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_go_where_pytorchs_do(name: str, drawn: str, device: torch.device) -> None:
+    """Equals share the gradient; what is computed again need not equal what it was."""
+    q, k = whole(0, 2, 70, 16), whole(1, 2, 70, 16)
+    if drawn == "normal":
+        generator = torch.Generator().manual_seed(0)
+        q, k = (torch.randn(2, 70, 16, generator=generator) for _ in range(2))
+        k[:, 40:50] = k[:, :10]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fl.FallbackWarning)
+        check_gradients(GRADIENTS[name], fl.compile(GRADIENTS[name]), [q.to(device), k.to(device)])
+
+
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
+def test_gradients_of_nan_and_infinity(special: float, device: torch.device) -> None:
+    q, k = (t.to(device).requires_grad_() for t in (whole(0, 2, 20, 16).abs() + 1, whole(1, 2, 20, 16)))
+    with torch.no_grad():
+        k[0, 3] = special
+    for made, wanted in zip(
+        torch.autograd.grad(fl.compile(of_max, fallback="error")(q, k).sum(), (q, k)),
+        torch.autograd.grad(of_max(q, k).sum(), (q, k)),
+        strict=True,
+    ):
+        assert torch.equal(made.isnan(), wanted.isnan()) and torch.equal(made.isinf(), wanted.isinf())
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda q, k: (q @ k.mT).amax((-1, -2)), lambda q, k: (q @ k.mT).softmax(-1).amax((1, 2))]
+)
+def test_a_maximum_over_two_dimensions_is_pytorchs(fn: Callable, device: torch.device) -> None:
+    inputs = [torch.randn(2, 40, 16, device=device) for _ in range(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fl.FallbackWarning)
+        check_gradients(fn, fl.compile(fn), inputs)
