@@ -183,11 +183,9 @@ def largest_and_own(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")
 def test_maximum_of_what_kernels_store(device: torch.device) -> None:
-    """Scores that a kernel stores need not equal the maximum that another takes: PyTorch differentiates that."""
+    """Scores that a kernel stores need not equal the maximum that another takes: its position is kept."""
     x = [torch.randn(1, 2, 100, 16, device=device) for _ in range(2)]
     check_gradients(largest_and_own, fl.compile(largest_and_own), x)
-    with pytest.raises(fl.Unsupported, match="maximum that needs a gradient"):
-        fl.compile(largest_and_own, fallback="error")(*[t.requires_grad_() for t in x])
 
 
 def sharp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from ..errors import Unsupported
 from ..schedule.expr import (
     Axis,
     Expr,
+    Op,
     Reduce,
     Ref,
     Size,
@@ -179,9 +180,13 @@ class _Program:
     ):
         self.plan, self.results = plan, results
         steps = [s for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)]
-        self.references = frozenset(
-            n.removesuffix(".old") for s in steps if s.correct is not None for n in ref_names(s.correct)
+        corrections = [s.correct for s in steps if s.correct is not None]
+        # What something has to equal keeps its NaN, which nothing equals.
+        asked = [m for e in corrections for m in walk(e) if isinstance(m, Op) and m.name == "isnan"]
+        used, exact = (
+            frozenset(n.removesuffix(".old") for e in found for n in ref_names(e)) for found in (corrections, asked)
         )
+        self.references = used - exact
         order = (*(a for a in plan.grid if a not in plan.features), *(loop.axis for loop in plan.loops))
         self.ev = Evaluator(operands, order, plan.features, plan.compute, precision, interpret, sizes)
 

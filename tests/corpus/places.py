@@ -44,7 +44,7 @@ def largest_weights(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def scaled_to_range(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Weights that go from 0 to 1 in each row."""
     s = _scores(q, k)
-    low, high = torch.aminmax(s, dim=-1, keepdim=True)
+    low, high = s.amin(-1, keepdim=True), s.amax(-1, keepdim=True)
     return (s - low) / (high - low + 1) @ v / s.shape[-1]
 
 

@@ -130,7 +130,7 @@ PREFERRED = (
     (16, 16, 4, 3),
     (16, 16, 8, 3),
 )
-# For float32, whose operands are twice as wide, and for several loops or sums that are shifted.
+# For float32, whose operands are twice as wide, and for sums that are shifted.
 NARROW = (
     (64, 32, 4, 2),
     (64, 32, 8, 2),
@@ -140,6 +140,8 @@ NARROW = (
     (16, 16, 4, 2),
     (16, 16, 8, 2),
 )
+# For several loops, one after another.
+SEVERAL = (NARROW[0], (128, 64, 8, 2), (64, 64, 4, 2), *NARROW[1:])
 
 
 # How far over the registers the model may find a choice that is still compiled, to see whether it fits.
@@ -196,9 +198,9 @@ def _fitting(
     target: Target,
 ) -> list[Choices]:
     """The choices of rows, columns, warps and stages that may fit with these tiles of the other axes."""
-    intricate = _is_intricate(loops)
+    narrow = bytes_ > 2 or _is_intricate(loops)
     fitting, narrower = [], []
-    for row, column, warps, stages in NARROW if bytes_ > 2 or intricate else PREFERRED:
+    for row, column, warps, stages in NARROW if narrow else SEVERAL if len(loops) > 1 else PREFERRED:
         tiles = dict(fixed)
         if kinds.row is not None:
             tiles[kinds.row] = min(row, max(MIN_TILE, power_of_two(kinds.row.extent)))
@@ -213,8 +215,8 @@ def _fitting(
 
 
 def _is_intricate(loops: tuple[Loop, ...]) -> bool:
-    """Whether corrections of shifted sums, or further loops, take registers beside those of their values."""
-    return len(loops) > 1 or any(isinstance(s, Anchor) for loop in loops for s in loop.steps)
+    """Whether corrections of shifted sums take registers beside those of their values."""
+    return any(isinstance(s, Anchor) for loop in loops for s in loop.steps)
 
 
 def pressure(

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ..build import rewrite
 from ..dtype import is_float, itemsize
-from ..expr import Axis, Expr, Load, free_axes, index, load, loads
+from ..expr import Axis, Expr, Index, Load, free_axes, index, load, loads
 from ..inner import factors, power_of_two
 from ..plan import Accumulator, Choices, KernelPlan, Loop, Step, Store
 
@@ -82,8 +82,9 @@ def _better_order(node: Load, plan: KernelPlan, shape: tuple[int, ...]) -> tuple
 def _joins_rows(node: Load, plan: KernelPlan, streamed: Set[Axis]) -> bool:
     """Whether a load has rows and columns of a loop's tile, and is no side of a product, which may lie either way."""
     rows = {a for a in plan.grid if a not in plan.features and (plan.choices.tile(a) or 1) > 1}
-    own = free_axes(node)
-    return bool(own & rows and own & streamed) and not any(node in factors(e) for e in _bodies(plan))
+    wide = {i.axis for i in node.index if isinstance(i, Index)} & (rows | streamed)
+    plain = wide == free_axes(node) & (rows | streamed)
+    return bool(plain and wide & rows and wide & streamed) and not any(node in factors(e) for e in _bodies(plan))
 
 
 def _elements_read(node: Load, plan: KernelPlan) -> int:
