@@ -8,15 +8,21 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from ..errors import Unsupported
 
 aten = torch.ops.aten
 
 # Which of them hold where an element is its row's extremum, and which where it is not.
-_EQUAL = {aten.eq.Tensor: "", aten.ge.Tensor: "max", aten.le.Tensor: "min"}
-_OTHER = {aten.ne.Tensor: "", aten.lt.Tensor: "max", aten.gt.Tensor: "min"}
-_EXTREMA = {aten.amax.default: "max", aten.amin.default: "min", aten.max.dim: "max", aten.min.dim: "min"}
+_EQUAL: dict[Any, str] = {aten.eq.Tensor: "", aten.ge.Tensor: "max", aten.le.Tensor: "min"}
+_OTHER: dict[Any, str] = {aten.ne.Tensor: "", aten.lt.Tensor: "max", aten.gt.Tensor: "min"}
+_EXTREMA: dict[Any, str] = {
+    aten.amax.default: "max",
+    aten.amin.default: "min",
+    aten.max.dim: "max",
+    aten.min.dim: "min",
+}
 _SAME_ELEMENTS = (aten.detach.default, aten.alias.default)
 _SAME_ROWS = (
     *_SAME_ELEMENTS, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.view.default,
@@ -111,7 +117,7 @@ def _is_count(node: Node, count: Node) -> bool:
 def _call(joint: GraphModule, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
     """A call that stands where `like` does in the user's source."""
     node = joint.graph.call_function(target, args, kwargs)
-    values = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+    values = map_arg((args, kwargs), lambda n: n.meta["val"])
     with like.meta["val"].fake_mode:
         node.meta.update({**like.meta, "val": target(*values[0], **values[1])})
     return node

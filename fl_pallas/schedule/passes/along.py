@@ -50,7 +50,7 @@ def take_along(
 
 def _of_what_is_loaded(v: Value, kernel: Fused, pointwise: dict[str, Value]) -> Output | None:
     """`v` over the axes of a kernel's rows and one of its features; None if it takes other loads than the kernel's."""
-    if not is_float(v.dtype):
+    if v.expr is None or not is_float(v.dtype):
         return None
     rows = kernel.outputs[0].axes
     count = math.prod(a.extent for a in rows)

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..build import cast, negate, op, select, substitute
-from ..dtype import is_float
+from ..dtype import is_float, is_int
 from ..expr import Axis, Const, Expr, Op, Reduce, Ref, const, free_axes, index, raw_op, reductions, ref, walk
 from ..inner import factors
+from ..integer import bounds
 from ..laws import Nonseparable, Scope, Term, non_negative, positive_factor, power_of_difference, separate, split_sum
 from ..plan import Accumulator, Anchor, Loop, Step, Store
 from .fuse import Fused
@@ -247,9 +248,10 @@ def _where_extreme(r: Reduce, body: Expr, n: int, scope: Scope, state: _Streams)
     if found is None:
         return None
     chosen, peak = found
-    outside = chosen.args[2]
-    is_const = isinstance(outside, Const) and (outside.value == 0 or r.kind in ("max", "min"))
-    if not is_const or scope.moves(chosen.args[1]) or peak.name not in scope.running:
+    _, then, outside = chosen.args
+    if not isinstance(outside, Const) or not _is_neutral(outside, then, r.kind):
+        return None
+    if scope.moves(then) or peak.name not in scope.running:
         return None
     inside = [chosen if f is moving[0] else f for f in parts if scope.varies(f)]
     update = functools.reduce(lambda a, b: op("mul", a, b, dtype=r.dtype), inside)
@@ -268,6 +270,16 @@ def _where_extreme(r: Reduce, body: Expr, n: int, scope: Scope, state: _Streams)
     return value
 
 
+def _is_neutral(outside: Const, then: Expr, kind: str) -> bool:
+    """Whether a reduction of `then` somewhere and of `outside` elsewhere is that of `then`, if that is anywhere."""
+    if kind == "sum":
+        return outside.value == 0
+    span = bounds(then) if is_int(then.dtype) else None
+    if kind == "min":
+        return outside.value == math.inf or span is not None and span[1] <= outside.value
+    return kind == "max" and (outside.value == -math.inf or span is not None and span[0] >= outside.value)
+
+
 def _chosen_at(e: Expr, state: _Streams) -> tuple[Op, Ref] | None:
     """`e` as a choice by what equals its running extremum, and that; None if it is none."""
     if not isinstance(e, Op) or e.name != "select":
@@ -280,7 +292,9 @@ def _chosen_at(e: Expr, state: _Streams) -> tuple[Op, Ref] | None:
         others = [t for t, s in zip(tests, same, strict=True) if s is None]
         if found is not None and not any(isinstance(n, Ref) for t in others for n in walk(t)):
             whole = functools.reduce(lambda a, b: op("or", a, b, dtype="bool"), (found[0], *others))
-            return raw_op("select", (whole, chosen, rest), e.dtype), found[1]
+            made = raw_op("select", (whole, chosen, rest), e.dtype)
+            assert isinstance(made, Op)
+            return made, found[1]
     return None
 
 
