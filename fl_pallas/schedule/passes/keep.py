@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ...errors import Unsupported
 from ..build import row_major
 from ..dtype import compute_dtype, is_float, is_int, itemsize
 from ..expr import Load, Op, index, loads, reductions, walk
@@ -12,6 +13,7 @@ from ..program import Program, Value, depends
 from .exchange import exchange
 from .fuse import fuse
 from .grow_regions import grow_regions
+from .joins import given_or_returned
 from .resolve_views import inline_load, inlined, resolve_views, root_of
 
 # Comparisons that may ask which elements equal their extremum.
@@ -43,6 +45,8 @@ def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) ->
 
     Returns: that; or, where a gradient goes to the scores that equal their maximum, the names of those comparisons:
     scores that are computed again may not equal it.
+
+    Raises: Unsupported where there are more such maxima than all that is given or returned has elements.
     """
     later: set[str] = set()
     for v in joint.values:
@@ -65,9 +69,16 @@ def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) ->
             saved.add(v.name)
         else:
             stack += v.reads
-    asked = (v for v in whole.values if v.name in seen or v.name in later)
-    if compared := frozenset(v.name for v in asked if _compares(whole, v, saved - fused)):
-        return compared
+    asked = [v for v in whole.values if v.name in seen or v.name in later]
+    extrema = {v.name: found for v in asked if (found := _extrema(whole, v, saved - fused))}
+    limit = given_or_returned(replace(joint, outputs=forward))
+    for v in asked:
+        counted = extrema.get(v.name, {v.name} & {*found})
+        if any(whole.by_name[name].numel > limit for name in counted):
+            why = "the gradient goes to what equals the maximum, and there are as many maxima as scores (detach them)"
+            raise Unsupported("a maximum that needs a gradient", why, v.where)
+    if extrema:
+        return frozenset(extrema)
     # A result may be known in the dimensions in which the user sees it, and in those of the product that made it. Where
     # both are the same memory the result is kept: PyTorch then knows that it must not be written to.
     sums = {v.name: v.numel for v in whole.values if v.name in cheap - later and _is_sum(v)}
@@ -127,9 +138,10 @@ def inner(program: Program) -> frozenset[str]:
     return frozenset(found)
 
 
-def _compares(program: Program, v: Value, saved: set[str]) -> bool:
-    """Whether `v` asks which floats equal their extremum, other than those `saved`, which are what they were."""
+def _extrema(program: Program, v: Value, saved: set[str]) -> set[str]:
+    """The extrema that `v` asks which floats equal, other than those `saved`, which are what they were."""
     tests = [n for n in walk(v.expr) if isinstance(n, Op) and n.name in _TESTS] if v.expr is not None else []
+    found: set[str] = set()
     for n in tests:
         # With a bound made of the extremum a bit more or less is no matter.
         if n.name != "eq" and not all(isinstance(a, Load) for a in n.args):
@@ -138,10 +150,9 @@ def _compares(program: Program, v: Value, saved: set[str]) -> bool:
         if not left or not right or left | right <= saved:
             continue
         for these, others in ((left, right), (right, left)):
-            extrema = {s for s in these - others if _is_extremum(program.by_name[root_of(program, s)])}
-            if any(not depends(program, others, {s}) for s in extrema):
-                return True
-    return False
+            extrema = {root for s in these - others if _is_extremum(program.by_name[root := root_of(program, s)])}
+            found |= {s for s in extrema if not depends(program, others, {s})}
+    return found
 
 
 def _is_found(v: Value) -> bool:
