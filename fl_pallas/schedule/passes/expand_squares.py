@@ -28,7 +28,11 @@ def expand_squares(fused: Fused) -> Fused:
 
     def expanded(e: Expr) -> Expr:
         exposed = _exposed(e)
-        found = {r: new for r in reductions(e) if r not in exposed and (new := _expanded(r)) is not None}
+        found: dict[Expr, Expr] = {}
+        for r in reductions(e):
+            if r not in exposed and (new := _expanded(r)) is not None:
+                # What scales such a sum may be made of another.
+                found[r] = substitute(new, {}, found)
         return substitute(e, {}, found)
 
     return Fused(tuple(replace(o, expr=expanded(o.expr)) for o in fused.outputs))
