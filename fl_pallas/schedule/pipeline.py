@@ -23,7 +23,7 @@ from .passes.lay_out import lay_out
 from .passes.part import Kernel, part_outputs, ways_to_part
 from .passes.places import places
 from .passes.resolve_views import resolve_views
-from .passes.share import loading, share
+from .passes.share import lend, loading, share
 from .passes.skip_tiles import skip_tiles
 from .passes.split_loop import split_loop
 from .passes.split_reductions import split_reductions
@@ -126,7 +126,7 @@ def schedule(
         regions.append(region)
         for part in parts:
             record("cut", partial(fused_text, part))
-            apart = part_outputs(part, compute)
+        for apart in lend([part_outputs(part, compute) for part in parts], f"r{n}_w", compute, shapes):
             held: dict[Expr, Expr] = {}
             if shared := share(apart, f"r{n}_s{len(plans)}", compute, shapes):
                 storing, held = shared

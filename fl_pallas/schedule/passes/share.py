@@ -6,21 +6,26 @@ sides of the product have its rows. After: a kernel stores the scores, a tile at
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ..build import substitute
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Reduce, free_axes, index, load, loads, reductions, ref_names, walk
 from ..inner import as_product, power_of_two
 from ..interior import substituted
 from ..plan import Accumulator, Choices, KernelPlan, Loop, Store
 from .choose import MIN_TILE, roles
-from .fuse import Fused
+from .fuse import Fused, Output
 from .stream import parallel_axes, stream
 
 # (row, column, warps) of the kernel that stores, best first.
 TILES = ((64, 64, 4), (64, 128, 8), (32, 64, 4), (32, 32, 4), (16, 32, 4))
+
+# Axes of what is lent, at most.
+MAX_RENAMED = 5
 
 
 def share(
@@ -48,6 +53,85 @@ def share(
             if frozenset(axes) == free_axes(e):
                 plan = _storing(e, name, axes, row, compute)
                 return plan, {e: load(name, tuple(map(index, axes)), compute)}
+    return None
+
+
+def lend(
+    parts: Sequence[tuple[Fused, ...]], name: str, compute: str, shapes: Mapping[str, tuple[int, ...]]
+) -> list[tuple[Fused, ...]]:
+    """Before: a kernel multiplies weights of all heads by features, and computes each weight element by element; one
+    of another, a head at a time, has them as products of matrices. After: that one stores them, and runs first.
+
+    Args:
+      parts: kernels by part, in the order in which they run; one that borrows becomes a part of its own.
+      name: begins the names of what is stored.
+    """
+    made = list(parts)
+    every = [g for part in parts for g in part]
+    read = {n.source for g in every for o in g.outputs for n in loads(o.expr)}
+    plain = [g for g in every if not stream(g, compute)[0]]
+    for borrower in plain:
+        if read & {o.name for o in borrower.outputs}:
+            continue
+        for n, part in enumerate(made):
+            lenders = (g for g in part if g is not borrower and g in plain)
+            pairs = ((g, _lent(borrower, g, f"{name}{n}", compute, shapes)) for g in lenders)
+            lender, lent = next((pair for pair in pairs if pair[1] is not None), (None, None))
+            if lent is not None:
+                made[n] = tuple(lent[1] if g is lender else g for g in part)
+                made.insert(n + 1, (lent[0],))
+                rest = (tuple(g for g in part if g is not borrower) for part in made)
+                made = [part for part in rest if part]
+                break
+    return made
+
+
+def _lent(
+    borrower: Fused, lender: Fused, name: str, compute: str, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Fused, Fused] | None:
+    """Both kernels, the first with a load of what the second stores; None if that does not help."""
+    operands = [n for o in borrower.outputs for n in loads(o.expr) if n.source in shapes]
+    largest = max((math.prod(shapes[n.source]) * itemsize(n.dtype) for n in operands), default=0)
+    largest = max(largest, *(math.prod(a.extent for a in o.axes) * itemsize(o.dtype) for o in borrower.outputs))
+    tiled = _tiled(lender)
+    for e in (n for o in borrower.outputs for n in reversed([*walk(o.expr)]) if _is_worth(n)):
+        size = math.prod(a.extent for a in free_axes(e)) * itemsize(compute)
+        if size > largest or isinstance(e, Reduce) or _multiplies(e, _tiled(borrower) | free_axes(e)):
+            continue
+        for out in lender.outputs:
+            for other in walk(out.expr):
+                if _is_worth(other) and free_axes(other) <= {*out.axes} and _multiplies(other, tiled):
+                    places = _renaming(e, other)
+                    if places is not None:
+                        axes = tuple(a for a in out.axes if a in free_axes(other))
+                        back = {b: a for a, b in places.items()}
+                        stored = load(name, tuple(index(back[b]) for b in axes), compute)
+                        held = (replace(o, expr=substitute(o.expr, {}, {e: stored})) for o in borrower.outputs)
+                        return Fused(tuple(held)), Fused((*lender.outputs, Output(name, axes, compute, other)))
+    return None
+
+
+def _tiled(group: Fused) -> frozenset[Axis]:
+    """The axes that tiles of a kernel without loops have."""
+    kinds = roles(parallel_axes(group), (), tuple(Store(o.name, o.axes, o.dtype, o.expr) for o in group.outputs))
+    return frozenset(a for a in (kinds.row, kinds.column, *kinds.features) if a is not None)
+
+
+def _multiplies(e: Expr, tiled: frozenset[Axis]) -> bool:
+    """Whether all sums of `e` that go with all of its axes are products of matrices."""
+    wide = [r for r in reductions(e) if r.kind == "sum" and free_axes(r) == free_axes(e)]
+    return bool(wide) and all(as_product(r.body, r.axis, tiled | {r.axis}) is not None for r in wide)
+
+
+def _renaming(e: Expr, other: Expr) -> dict[Axis, Axis] | None:
+    """The axes of `other` for those of `e` with which they are the same; None if there are none."""
+    own, theirs = list(free_axes(e)), list(free_axes(other))
+    if sorted(a.extent for a in own) != sorted(a.extent for a in theirs) or len(own) > MAX_RENAMED:
+        return None
+    for pick in itertools.permutations(theirs):
+        if all(a.extent == b.extent for a, b in zip(own, pick, strict=True)):
+            if substitute(e, {a: index(b) for a, b in zip(own, pick, strict=True)}) is other:
+                return dict(zip(own, pick, strict=True))
     return None
 
 
