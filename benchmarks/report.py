@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from benchmarks.rivals import RIVALS  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "performance.json"
 DOCS = ROOT / "docs"
-# Written by hand: what was tried on the bars that are missed, and what limits them.
+# Written by hand: of bars that are missed, what limits them and what was tried; and what was found on the way.
+MISSED = ROOT / "benchmarks" / "missed.toml"
 NOTES = ROOT / "benchmarks" / "notes.md"
 TITLES = {
     "flex": "FlexAttention's seven variants",
@@ -79,7 +81,10 @@ def text(data: dict[str, Any], figures: Sequence[str] = ()) -> str:
     runs = [data["runs"][n] for n in used]
     parts = ["# Performance", METHOD]
     parts += ["\n".join(_machines(runs)), *(f"![{name}](figures/{name}.svg)" for name in figures)]
-    parts += ["## Bars", "\n".join(_bars(bars(data["cells"])))]
+    found = bars(data["cells"])
+    parts += ["## Bars", "\n".join(_bars(found))]
+    if any(b.is_missed for b in found):
+        parts += ["## Bars that are missed", "\n".join(_missed(found))]
     if NOTES.exists():
         parts.append(NOTES.read_text().strip())
     for group in GROUPS:
@@ -119,13 +124,28 @@ def _machines(runs: list[dict[str, Any]]) -> list[str]:
     return table((*keys, "matrix product, TFLOP/s", "copy, TB/s"), rows)
 
 
+def _limit(b: Bar) -> str:
+    return f"{'≤' if b.most else '>' if b.strict else '≥'} {number(b.limit)}"
+
+
+def _missed(found: list[Bar]) -> list[str]:
+    """What was missed, by how much, what limits it and what was tried."""
+    known = tomllib.loads(MISSED.read_text()) if MISSED.exists() else {}
+    rows = []
+    for b in found:
+        if b.is_missed:
+            why = known.get(b.against, {}).get(b.what, {})
+            reached = (_limit(b), f"{number(b.figure)} ({b.where})")
+            rows.append((f"{b.against}: {b.what}", *reached, why.get("limits", "not looked into"), why.get("tried", "")))
+    return table(("against", "bar", "measured", "what limits it", "what was tried"), rows)
+
+
 def _bars(found: list[Bar]) -> list[str]:
     rows = []
     for b in found:
-        sign = "≤" if b.most else ">" if b.strict else "≥"
         margin = number(b.margin) + "×" if not math.isnan(b.figure) else ""
         where = b.where + (f"; {b.missing} cells without a figure" if b.missing else "")
-        rows.append((b.against, b.what, f"{sign} {number(b.limit)}", number(b.figure), where, b.verdict, margin))
+        rows.append((b.against, b.what, _limit(b), number(b.figure), where, b.verdict, margin))
     head = ("against", "what", "bar", "measured", "where (the worst cell)", "", "bar reached")
     return table(head, rows)
 
