@@ -135,8 +135,8 @@ def _missed(found: list[Bar]) -> list[str]:
     for b in found:
         if b.is_missed:
             why = known.get(b.against, {}).get(b.what, {})
-            reached = (_limit(b), f"{number(b.figure)} ({b.where})")
-            rows.append((f"{b.against}: {b.what}", *reached, why.get("limits", "not looked into"), why.get("tried", "")))
+            words = why.get("limits", "not looked into"), why.get("tried", "")
+            rows.append((f"{b.against}: {b.what}", _limit(b), f"{number(b.figure)} ({b.where})", *words))
     return table(("against", "bar", "measured", "what limits it", "what was tried"), rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -136,7 +137,15 @@ def test_report(tmp_path: Path) -> None:
     assert "| flex/causal/D64/S4096 | B4 H32 S4096 D64 | 1 | 400 | 1 | 50 % | 2 (2.00×) |" in page
     assert "| FlexAttention | softcap | ≥ 1.8 | 2 |" in page
     assert "| flex/full/D128/S512 | FlexAttention | failed: it broke |" in page
+    missed = page.partition("## Bars that are missed")[2].partition("\n## ")[0]
+    assert missed.count("\n| ") == 2 + sum(b.is_missed for b in bars.bars(synthetic()["cells"]))
     assert "too \\| large" in page and "nan" not in page
     for line in page.splitlines():
         if line.startswith("!["):
             assert (tmp_path / line[line.index("(") + 1 : -1]).exists()
+
+
+def test_what_limits_a_missed_bar_is_said_of_bars_there_are() -> None:
+    known = {(b.against, b.what) for b in bars.bars({})}
+    said = {(against, what) for against, found in tomllib.loads(report.MISSED.read_text()).items() for what in found}
+    assert said <= known

@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 import fl_pallas as fl
+from fl_pallas.schedule.expr import Op, walk
+from fl_pallas.schedule.plan import KernelPlan, expressions
 from fl_pallas.schedule.text import plan_text
 from tests.oracle import run_and_check
 from tests.plan_evaluate import captured
+from tests.unrun import unrun
 
 
 def summed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -41,6 +44,24 @@ def test_becomes_a_product(fn, device: torch.device) -> None:
     given = [t.to(device) for t in inputs(torch.bfloat16)]
     assert "sum[r16]" in text(fn, given) and " * 2" in text(fn, given)
     run_and_check(fn, fl.compile(fn), given)
+
+
+def test_squares_that_scale_squares() -> None:
+    """The gradient of a factor of the distances: weights, made of squares, times squares."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, width: Tensor) -> Tensor:
+        return (-(q[:, None] - k[None]).pow(2).sum(-1) * width).softmax(-1) @ v
+
+    given = [*inputs(torch.bfloat16), torch.tensor(0.2, dtype=torch.bfloat16)]
+    with unrun():
+        graph = fl.explain(attend, *(t.requires_grad_() for t in given)).graphs[1]
+    assert graph.kernels and all(_is_expanded(p) for p in graph.kernels)
+
+
+def _is_expanded(plan: KernelPlan) -> bool:
+    """Whether no difference of two tensors is squared."""
+    products = (n for e in expressions(plan) for n in walk(e) if isinstance(n, Op) and n.name == "mul")
+    return not any(n.args[0] is n.args[1] and isinstance(n.args[0], Op) and n.args[0].name == "sub" for n in products)
 
 
 def test_points_that_coincide(device: torch.device) -> None:

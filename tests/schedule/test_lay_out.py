@@ -6,11 +6,13 @@ import pytest
 import torch
 
 import fl_pallas as fl
+from fl_pallas.schedule.expr import index, loads
 from fl_pallas.schedule.passes import lay_out as laying
 from fl_pallas.schedule.plan import KernelPlan
 from tests.corpus.science import triangle_starting
-from tests.oracle import run_and_check
+from tests.oracle import check_gradients, run_and_check
 from tests.plan_evaluate import captured
+from tests.unrun import unrun
 
 
 def triangle(n: int, heads: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
@@ -59,3 +61,33 @@ def test_both_loop_parts_read_the_copy(monkeypatch: pytest.MonkeyPatch, device: 
     copy, plan = plans(causal, inputs)
     assert plan.loops[0].interior is not None and copy.stores[0].shape == (8, 150, 150)
     run_and_check(causal, fl.compile(causal), inputs)
+
+
+def biased(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return (q @ k.mT / 4 + bias).softmax(-1) @ v
+
+
+def shared_bias(batch: int, device: torch.device | str = "cpu") -> list[torch.Tensor]:
+    """q, k, v [batch, 2, 100, 16] and a bias [2, 100, 100] for all of them."""
+    q, k, v = (torch.randn(batch, 2, 100, 16, device=device, requires_grad=True) for _ in range(3))
+    return [q, k, v, torch.randn(2, 100, 100, device=device, requires_grad=True)]
+
+
+def turned(batch: int) -> list[KernelPlan]:
+    with unrun():
+        return [p for p in fl.explain(biased, *shared_bias(batch)).graphs[1].kernels if p.name.endswith("_c0")]
+
+
+def test_a_bias_is_turned_for_many_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the gradient of keys are the bias's columns: its tiles would be turned by each program of the batch."""
+    monkeypatch.setattr(laying, "LAUNCH", 2**20)
+    (copy,) = turned(32)
+    (store,) = copy.stores
+    assert store.shape == (2, 100, 100) and store.index == tuple(map(index, store.axes))
+    assert [i.axis.name for i in loads(store.expr)[0].index[1:]] == [a.name for a in store.axes[:0:-1]]
+    assert not turned(8)
+
+
+def test_gradients_by_a_turned_bias(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(laying, "LAUNCH", 0)
+    check_gradients(biased, fl.compile(biased), [t.detach() for t in shared_bias(17, device)])

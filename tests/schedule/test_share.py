@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 import fl_pallas as fl
+from fl_pallas.schedule.expr import loads
 from fl_pallas.schedule.plan import KernelPlan
 from fl_pallas.schedule.text import plan_text
 from tests.corpus.science import ipa
-from tests.oracle import run_and_check
+from tests.oracle import check_gradients, run_and_check
 from tests.plan_evaluate import captured
+from tests.unrun import unrun
 
 
 def residues(s: int, heads: int, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -41,6 +43,32 @@ def test_points_are_one_row_of_coordinates() -> None:
 def test_not_what_is_larger_than_every_operand() -> None:
     """Scores of 12 heads in float32 beside pairs of 4 channels in bfloat16."""
     assert all(p.loops for p in plans(residues(64, 12, 4, torch.bfloat16)))
+
+
+def backward(inputs) -> list[KernelPlan]:
+    with unrun():
+        return list(fl.explain(ipa, *(t.requires_grad_() for t in inputs)).graphs[1].kernels)
+
+
+def test_weights_are_lent() -> None:
+    """The gradient of pairs multiplies the weights of all heads, which the bias's has as products of matrices."""
+    found = backward(residues(300, 12, 128, torch.bfloat16))
+    (pairs,) = (p for p in found if any(s.shape == (300, 300, 128) for s in p.stores))
+    lent = {n.source for s in pairs.stores for n in loads(s.expr)} & {s.name for p in found for s in p.stores}
+    (lender,) = (p for p in found if lent & {s.name for s in p.stores})
+    assert found.index(lender) < found.index(pairs) and len(lender.stores) == 2
+    assert not any("exp" in plan_text(p) for p in (pairs,))
+
+
+def test_nothing_larger_than_what_is_written_is_lent() -> None:
+    """Weights of 12 heads in float32 beside pairs of 4 channels in bfloat16."""
+    found = backward(residues(300, 12, 4, torch.bfloat16))
+    assert not any(len(s.shape) == 3 and s.dtype == "f32" for p in found for s in p.stores)
+
+
+def test_gradients(device: torch.device) -> None:
+    inputs = [t.to(device) for t in residues(37, 12, 128, torch.bfloat16)]
+    check_gradients(ipa, fl.compile(ipa), inputs)
 
 
 def test_computes_the_same(device: torch.device) -> None:
