@@ -72,8 +72,12 @@ def _compared(test: Node) -> tuple[Node, Node, str, int]:
             dims = [dims] if isinstance(dims, int) else list(dims)
             mirrored = x is not sides[0]
             fits = kind == "" or kind == ({"max": "min", "min": "max"}[own] if mirrored else own)
+            shape = list(source.meta["val"].shape)
             if len(dims) == 1 and fits:
-                return source, top, own, dims[0] % source.meta["val"].dim()
+                d = dims[0] % len(shape)
+                # Without its dimension the maximum of a row may stand for that of another.
+                if list(top.meta["val"].shape) in ([*shape[:d], 1, *shape[d + 1 :]], shape):
+                    return source, top, own, d
     why = "the gradient goes to what equals the maximum of several dimensions, or of something else (detach it)"
     raise Unsupported("a maximum that needs a gradient", why)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from .build import negate, op, select
 from .dtype import is_float
-from .expr import Axis, Const, Expr, Load, Op, Reduce, Ref, const, free_axes, walk
+from .expr import Axis, Const, Expr, Load, Op, Ref, const, free_axes, walk
 
 MAX_TERMS = 8
 MAX_SHIFTS = 2
@@ -277,8 +277,6 @@ def non_negative(e: Expr, positive: frozenset[str]) -> bool:
         return e.value >= 0
     if isinstance(e, Ref):
         return e.name in positive
-    if isinstance(e, Reduce):
-        return e.kind in ("any", "all") or non_negative(e.body, positive)
     if not isinstance(e, Op):
         return False
     if e.name in ("exp", "exp2", "abs", "sigmoid", "sqrt", "rsqrt"):

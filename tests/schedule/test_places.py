@@ -76,6 +76,7 @@ def test_the_position_of_nan(device: torch.device) -> None:
 SUMS: dict[str, Callable] = {
     "equal": lambda q, k, v: ((s := q @ k.mT) == s.amax(-1, keepdim=True)).to(v.dtype) @ v,
     "shared": lambda q, k, v: (m := ((s := q @ k.mT) >= s.amax(-1, True)).to(v.dtype)) @ v / m.sum(-1, True),
+    "others masked": lambda q, k, v: ((s := q @ k.mT) * 0 + 1).masked_fill(s < s.amax(-1, True), 0.0) @ v,
     "most": lambda q, k, v: ((s := (q @ k.mT).softmax(-1)) == s.amax(-1, keepdim=True)).to(v.dtype) @ v,
 }  # fmt: skip
 
@@ -84,7 +85,7 @@ SUMS: dict[str, Callable] = {
 def test_sums_over_what_equals_the_maximum(name: str, device: torch.device) -> None:
     """Equal weights may differ in the last bit in PyTorch, equal scores do not."""
     inputs = [whole(n, 2, 100, 16, most=2 + n) for n in range(3)]
-    exact = SUMS["equal" if name == "most" else name]
+    exact = SUMS["shared" if name == "shared" else "equal"]
     made = fl.compile(SUMS[name], fallback="error")(*(t.to(device) for t in inputs))
     assert torch.allclose(made.cpu(), exact(*inputs), rtol=1e-6)
     assert kernels(SUMS[name], *(t.to(device) for t in inputs)) == 1
@@ -144,10 +145,27 @@ def test_gradients_of_nan_and_infinity(special: float, device: torch.device) -> 
         assert torch.equal(made.isnan(), wanted.isnan()) and torch.equal(made.isinf(), wanted.isinf())
 
 
+def test_scores_scaled_by_nothing_are_equal(device: torch.device) -> None:
+    """A factor that may be 0 stays: all scores of such a row equal their maximum."""
+
+    def share(q: Tensor, k: Tensor, v: Tensor, by: Tensor) -> Tensor:
+        s = q @ k.mT * by.relu()
+        return (s == s.amax(-1, keepdim=True)).to(v.dtype) @ v
+
+    inputs = [*(whole(n, 2, 50, 16) for n in range(3)), torch.arange(-25.0, 25.0)[:, None]]
+    made = fl.compile(share, fallback="error")(*(t.to(device) for t in inputs))
+    assert torch.allclose(made.cpu(), share(*inputs))
+
+
 @pytest.mark.parametrize(
-    "fn", [lambda q, k: (q @ k.mT).amax((-1, -2)), lambda q, k: (q @ k.mT).softmax(-1).amax((1, 2))]
+    "fn",
+    [
+        lambda q, k: (q @ k.mT).amax((-1, -2)),
+        lambda q, k: (q @ k.mT).softmax(-1).amax((1, 2)),
+        lambda q, k: ((s := q[0] @ k[0].mT) * (s == s.amax(-1))).sum(-1) + s.logsumexp(-1),  # another row's maximum
+    ],
 )
-def test_a_maximum_over_two_dimensions_is_pytorchs(fn: Callable, device: torch.device) -> None:
+def test_other_maxima_are_pytorchs(fn: Callable, device: torch.device) -> None:
     inputs = [torch.randn(2, 40, 16, device=device) for _ in range(2)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fl.FallbackWarning)

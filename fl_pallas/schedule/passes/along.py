@@ -61,7 +61,8 @@ def _of_what_is_loaded(v: Value, kernel: Fused, pointwise: dict[str, Value]) -> 
         return None
     out = renamed(replace(v, expr=inlined(v.expr, pointwise)), groups)
     known = {_place(n, rows) for o in kernel.outputs for n in loads(o.expr)}
-    return out if known.issuperset(_place(n, rows) for n in loads(out.expr)) else None
+    read = {_place(n, rows) for n in loads(out.expr)}
+    return out if read and read <= known else None
 
 
 def _place(node: Expr, rows: tuple[Axis, ...]) -> Expr:

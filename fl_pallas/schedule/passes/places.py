@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..build import op, reduce, rewrite, substitute
-from ..expr import Axis, Expr, Op, Reduce, free_axes, index
-from ..laws import non_negative
+from ..expr import Axis, Const, Expr, Op, Reduce, free_axes, index
 from .fuse import Fused
 
 _COMPARISONS = ("eq", "ne", "ge", "le", "gt", "lt")
@@ -59,13 +58,20 @@ def _core(e: Expr, axis: Axis) -> Expr:
             break
         (n,) = varying
         others = [a for k, a in enumerate(e.args) if k != n]
-        increases = (
-            e.name in ("exp", "exp2", "add")
-            or (e.name == "sub" and n == 0)
-            or (e.name in ("mul", "div") and n == 0 or e.name == "mul")
-            and non_negative(others[0], frozenset())
-        )
+        scaled = e.name == "mul" or e.name == "div" and n == 0
+        increases = e.name in ("exp", "exp2", "add") or e.name == "sub" and n == 0 or scaled and _positive(others[0])
         if not increases:
             break
         e = e.args[n]
     return e
+
+
+def _positive(e: Expr) -> bool:
+    """Whether `e` is provably positive, but for underflow."""
+    if isinstance(e, Const):
+        return e.value > 0
+    if isinstance(e, Reduce):
+        return e.kind in ("sum", "max", "min", "prod") and _positive(e.body)
+    if isinstance(e, Op) and e.name in ("mul", "div", "add", "max", "min"):
+        return all(map(_positive, e.args))
+    return isinstance(e, Op) and e.name in ("exp", "exp2")

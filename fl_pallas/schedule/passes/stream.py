@@ -23,8 +23,9 @@ from ..laws import Nonseparable, Scope, Term, non_negative, positive_factor, pow
 from ..plan import Accumulator, Anchor, Loop, Step, Store
 from .fuse import Fused
 
-# Comparisons, and what they are with their sides exchanged.
+# Comparisons, and what they are with their sides exchanged; and those that hold where they do not (NaN aside).
 _MIRRORED = {"eq": "eq", "ge": "le", "le": "ge"}
+_OPPOSITE = {"ne": "eq", "lt": "ge", "gt": "le"}
 # Reductions up to this extent that contain no other are taken whole, without a loop.
 MAX_COVERED = 256
 
@@ -285,8 +286,11 @@ def _chosen_at(e: Expr, state: _Streams) -> tuple[Op, Ref] | None:
     if not isinstance(e, Op) or e.name != "select":
         return None
     test, then, other = e.args
-    for name, chosen, rest in ((test, then, other), (negate(test), other, then)):
-        tests = name.args if isinstance(name, Op) and name.name == "or" else (name,)
+    opposite = negate(test)
+    if isinstance(test, Op) and test.name in _OPPOSITE:
+        opposite = op(_OPPOSITE[test.name], *test.args, dtype="bool")
+    for where, chosen, rest in ((test, then, other), (opposite, other, then)):
+        tests = where.args if isinstance(where, Op) and where.name == "or" else (where,)
         same = [_equals_extreme(t, state) for t in tests]
         found = next((s for s in same if s is not None), None)
         others = [t for t, s in zip(tests, same, strict=True) if s is None]
