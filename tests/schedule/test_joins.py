@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -41,3 +44,34 @@ def test_layers_of_distances(fn: object, device: torch.device) -> None:
 def test_gradients_of_layers_of_distances(device: torch.device) -> None:
     inputs = torch.randn(100, 4, device=device), torch.tensor(1.5, device=device)
     check_gradients(mean_shift, fl.compile(mean_shift), inputs)
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return (q @ k.mT / 4 + bias).softmax(-1) @ v
+
+
+def averaged(q: Tensor, k: Tensor) -> Tensor:
+    """The weights of all heads, averaged: as large as the scores of one."""
+    return (q @ k.mT / 4).softmax(-1).mean(1)
+
+
+@pytest.mark.parametrize("shape", [(70, 70), (2, 70, 70), (3, 1, 70, 70)])
+def test_a_gradient_for_a_bias_alone(shape: tuple[int, ...], device: torch.device) -> None:
+    """It has both sides of the scores, but not all of their heads, or of their batch."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(3, 2, 70, 16, generator=generator).to(device) for _ in range(3))
+    bias = torch.randn(shape, generator=generator).to(device).requires_grad_()
+    found = [g for fn in (fl.compile(biased, fallback="error"), biased) for g in _of_bias(fn, q, k, v, bias)]
+    assert (found[0] - found[1]).norm() < 1e-5 * found[1].norm()
+
+
+def _of_bias(fn: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(fn(q, k, v, bias).square().sum(), bias)
+
+
+def test_weights_averaged_over_heads(device: torch.device) -> None:
+    q, k = (torch.randn(2, 4, 70, 16, device=device) for _ in range(2))
+    run_and_check(averaged, fl.compile(averaged, fallback="error"), (q, k))
+    check_gradients(averaged, fl.compile(averaged, fallback="error"), (q, k))
+    stored = [s.shape for plan in fl.explain(averaged, q, k).kernels for s in plan.stores]
+    assert max(map(math.prod, stored)) == 2 * 70 * 70

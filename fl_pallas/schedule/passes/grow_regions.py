@@ -228,8 +228,12 @@ def _up_to(program: Program, seed: Seed, other: Seed) -> Seed | None:
 
 
 def _spares(program: Program, seed: Seed) -> bool:
-    """Whether the region, with what lies between its members, reduces what it grew from at all."""
-    return seed.large < seed.members.keys() and _close(program, seed) is None
+    """Whether the region, with what lies between its members, reduces what it grew from at all: one of its sides, or
+    what else it has before it is returned (the gradient of a bias that a batch shares, weights averaged over heads).
+    """
+    returned = {root_of(program, n) for n in program.outputs} & seed.large
+    summed = returned and max(program.by_name[n].numel for n in returned) < seed.value.numel
+    return bool(seed.large < seed.members.keys() or summed) and _close(program, seed) is None
 
 
 def _end_before_projections(program: Program, seed: Seed) -> None:
