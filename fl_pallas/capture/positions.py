@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from ..errors import Unsupported
+from .tensor import normal_dims
 
 aten = torch.ops.aten
 
@@ -65,16 +66,16 @@ def _compared(test: Node) -> tuple[Node, Node, str, int]:
     kind = {**_EQUAL, **_OTHER}.get(test.target)
     sides = [n for n in test.args if isinstance(n, Node)]
     for x, top in (sides, sides[::-1]) if len(sides) == 2 and kind is not None else ():
-        found, source = _through(top, _SAME_ROWS), _through(x, _SAME_ELEMENTS)
-        if found.target in _EXTREMA and _through(found.args[0], _SAME_ELEMENTS) is source:  # type: ignore[arg-type]
-            own = _EXTREMA[found.target]
-            dims: Any = found.args[1] if len(found.args) > 1 else ()
-            dims = [dims] if isinstance(dims, int) else list(dims)
+        extremum, source = _through(top, _SAME_ROWS), _through(x, _SAME_ELEMENTS)
+        args: Any = extremum.args
+        if extremum.target in _EXTREMA and _through(args[0], _SAME_ELEMENTS) is source:
+            own = _EXTREMA[extremum.target]
             mirrored = x is not sides[0]
             fits = kind == "" or kind == ({"max": "min", "min": "max"}[own] if mirrored else own)
             shape = list(source.meta["val"].shape)
+            dims = normal_dims(args[1] if len(args) > 1 else None, len(shape))
             if len(dims) == 1 and fits:
-                d = dims[0] % len(shape)
+                (d,) = dims
                 # Without its dimension the maximum of a row may stand for that of another.
                 if list(top.meta["val"].shape) in ([*shape[:d], 1, *shape[d + 1 :]], shape):
                     return source, top, own, d
@@ -114,8 +115,9 @@ def _positions(joint: GraphModule, test: Node, x: Node, top: Node, kind: str, d:
 
 
 def _is_count(node: Node, count: Node) -> bool:
-    same_dims = [d % len(count.meta["val"].shape) for d in node.args[1]] == count.args[1]  # type: ignore[union-attr]
-    return same_dims and node.meta["val"].shape == count.meta["val"].shape
+    shape = count.meta["val"].shape
+    dims: Any = node.args[1]
+    return [*normal_dims(dims, len(shape))] == count.args[1] and node.meta["val"].shape == shape
 
 
 def _call(joint: GraphModule, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:

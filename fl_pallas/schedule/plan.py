@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 
+from .dtype import is_float
 from .expr import Axis, Expr, index, loads
 
 
@@ -169,6 +170,13 @@ def expressions(plan: KernelPlan) -> list[Expr]:
         out += [e for e in bounds_of(loop) if e is not None]
         out += [e for s in loop.steps for e in step_expressions(s)]
     return out + [s.expr for s in plan.stores]
+
+
+def held_dtype(kind: str, update: Expr, compute: str) -> str:
+    """The type in which an accumulator of this kind and update is kept, floats being computed in `compute`."""
+    if kind in ("any", "all"):
+        return "bool"
+    return compute if is_float(update.dtype) else update.dtype
 
 
 def step_expressions(step: Step) -> list[Expr]:

@@ -132,6 +132,22 @@ def test_gradients_go_where_pytorchs_do(name: str, drawn: str, device: torch.dev
         check_gradients(GRADIENTS[name], fl.compile(GRADIENTS[name]), [q.to(device), k.to(device)])
 
 
+@pytest.mark.parametrize("largest", [lambda s: s.max(1).values, lambda s: s.amax(1)])
+def test_as_many_maxima_as_scores_are_pytorchs(largest: Callable, device: torch.device) -> None:
+    """The positions of maxima over heads would be as large as the scores of a head: none are stored."""
+
+    def pooled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return largest(q @ k.mT).softmax(-1) @ v
+
+    q, k = (torch.randn(2, 4, 70, 4, device=device) for _ in range(2))
+    v = torch.randn(2, 70, 4, device=device)
+    with pytest.raises(fl.Unsupported, match="as many maxima as scores"):
+        fl.compile(pooled, fallback="error")(*(t.clone().requires_grad_() for t in (q, k, v)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fl.FallbackWarning)
+        check_gradients(pooled, fl.compile(pooled), [q, k, v])
+
+
 @pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
 def test_gradients_of_nan_and_infinity(special: float, device: torch.device) -> None:
     q, k = (t.to(device).requires_grad_() for t in (whole(0, 2, 20, 16).abs() + 1, whole(1, 2, 20, 16)))

@@ -28,8 +28,8 @@ def take_along(
     Returns: the region, with what it makes now as well; the kernels.
     """
     kernels: list[Fused] = []
+    pointwise = {v.name: v for v in program.values if v.expr is not None and not reductions(v.expr)}
     for kernel in first:
-        pointwise = {v.name: v for v in program.values if v.expr is not None and not reductions(v.expr)}
         found = {name: o for name, v in pointwise.items() if (o := _of_what_is_loaded(v, kernel, pointwise))}
         read = {r for m in region.members for r in program.by_name[m].reads} - {*region.members}
         added = [

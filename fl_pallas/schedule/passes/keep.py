@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...errors import Unsupported
-from ..build import row_major
+from ..build import COMPARISONS, row_major
 from ..dtype import compute_dtype, is_float, is_int, itemsize
 from ..expr import Load, Op, index, loads, reductions, walk
 from ..integer import linear
@@ -15,9 +15,6 @@ from .fuse import fuse
 from .grow_regions import grow_regions
 from .joins import given_or_returned
 from .resolve_views import inline_load, inlined, resolve_views, root_of
-
-# Comparisons that may ask which elements equal their extremum.
-_TESTS = ("eq", "ne", "ge", "le", "gt", "lt")
 
 
 @dataclass(frozen=True)
@@ -54,8 +51,8 @@ def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) ->
             later.add(v.name)
     whole = resolve_views(replace(joint, outputs=(*forward, *backward)))
     # Positions, and how many there are of something: computed again, they might be others.
-    found = tuple(v.name for v in whole.values if v.name not in later and _is_found(v))
-    cheap, statistics, fused = _kept(resolve_views(replace(joint, outputs=(*forward, *found))))
+    positions = tuple(v.name for v in whole.values if v.name not in later and _is_found(v))
+    cheap, statistics, fused = _kept(resolve_views(replace(joint, outputs=(*forward, *positions))))
     saved: set[str] = set()
     stack = [root_of(whole, name) for name in backward]
     seen: set[str] = set()
@@ -70,10 +67,10 @@ def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) ->
         else:
             stack += v.reads
     asked = [v for v in whole.values if v.name in seen or v.name in later]
-    extrema = {v.name: found for v in asked if (found := _extrema(whole, v, saved - fused))}
+    extrema = {v.name: compared for v in asked if (compared := _extrema(whole, v, saved - fused))}
     limit = given_or_returned(replace(joint, outputs=forward))
     for v in asked:
-        counted = extrema.get(v.name, {v.name} & {*found})
+        counted = extrema.get(v.name, {v.name} & {*positions})
         if any(whole.by_name[name].numel > limit for name in counted):
             why = "the gradient goes to what equals the maximum, and there are as many maxima as scores (detach them)"
             raise Unsupported("a maximum that needs a gradient", why, v.where)
@@ -140,7 +137,7 @@ def inner(program: Program) -> frozenset[str]:
 
 def _extrema(program: Program, v: Value, saved: set[str]) -> set[str]:
     """The extrema that `v` asks which floats equal, other than those `saved`, which are what they were."""
-    tests = [n for n in walk(v.expr) if isinstance(n, Op) and n.name in _TESTS] if v.expr is not None else []
+    tests = [n for n in walk(v.expr) if isinstance(n, Op) and n.name in COMPARISONS] if v.expr is not None else []
     found: set[str] = set()
     for n in tests:
         # With a bound made of the extremum a bit more or less is no matter.

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..build import op, rewrite
-from ..dtype import is_float
 from ..expr import Expr, Ref, ref
-from ..plan import Accumulator, Step
+from ..plan import Accumulator, Step, held_dtype
 from .split_reductions import COMBINE
 
 _OLD = ".old"
@@ -17,9 +16,7 @@ def held_type(step: Step, compute: str) -> str:
     """The type in which a step's value is kept."""
     if not isinstance(step, Accumulator):
         return compute
-    if step.kind in ("any", "all"):
-        return "bool"
-    return compute if is_float(step.update.dtype) else step.update.dtype
+    return held_dtype(step.kind, step.update, compute)
 
 
 def merge_of(acc: Accumulator, compute: str) -> Expr:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..build import op, reduce, rewrite, substitute
+from ..build import COMPARISONS, op, reduce, rewrite, substitute
 from ..expr import Axis, Const, Expr, Op, Reduce, free_axes, index
 from .fuse import Fused
-
-_COMPARISONS = ("eq", "ne", "ge", "le", "gt", "lt")
 
 
 def places(fused: Fused) -> Fused:
@@ -25,7 +23,7 @@ def _of_scores(e: Expr) -> Expr:
         return e
     if e.name == "or":
         return op("or", e.args[0], _same_place(*e.args), dtype="bool")
-    if e.name not in _COMPARISONS:
+    if e.name not in COMPARISONS:
         return e
     for n, m in enumerate(e.args):
         x = e.args[1 - n]

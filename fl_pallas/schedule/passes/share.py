@@ -94,20 +94,21 @@ def _lent(
     largest = max((math.prod(shapes[n.source]) * itemsize(n.dtype) for n in operands), default=0)
     largest = max(largest, *(math.prod(a.extent for a in o.axes) * itemsize(o.dtype) for o in borrower.outputs))
     tiled = _tiled(lender)
-    for e in (n for o in borrower.outputs for n in reversed([*walk(o.expr)]) if _is_worth(n)):
-        size = math.prod(a.extent for a in free_axes(e)) * itemsize(compute)
-        if size > largest or isinstance(e, Reduce) or _multiplies(e, _tiled(borrower) | free_axes(e)):
-            continue
-        for out in lender.outputs:
-            for other in walk(out.expr):
-                if _is_worth(other) and free_axes(other) <= {*out.axes} and _multiplies(other, tiled):
-                    places = _renaming(e, other)
-                    if places is not None:
-                        axes = tuple(a for a in out.axes if a in free_axes(other))
-                        back = {b: a for a, b in places.items()}
-                        stored = load(name, tuple(index(back[b]) for b in axes), compute)
-                        held = (replace(o, expr=substitute(o.expr, {}, {e: stored})) for o in borrower.outputs)
-                        return Fused(tuple(held)), Fused((*lender.outputs, Output(name, axes, compute, other)))
+
+    def is_wanted(e: Expr) -> bool:
+        small = math.prod(a.extent for a in free_axes(e)) * itemsize(compute) <= largest
+        return small and not isinstance(e, Reduce) and not _multiplies(e, _tiled(borrower) | free_axes(e))
+
+    wanted = [e for o in borrower.outputs for e in reversed([*walk(o.expr)]) if _is_worth(e) and is_wanted(e)]
+    there = ((out, e) for out in lender.outputs for e in walk(out.expr) if _is_worth(e) and free_axes(e) <= {*out.axes})
+    offered = [(out, e) for out, e in there if _multiplies(e, tiled)]
+    for e, (out, same) in itertools.product(wanted, offered):
+        place = _renaming(e, same)
+        if place is not None:
+            axes = tuple(a for a in out.axes if a in place)
+            stored = load(name, tuple(index(place[a]) for a in axes), compute)
+            held = (replace(o, expr=substitute(o.expr, {}, {e: stored})) for o in borrower.outputs)
+            return Fused(tuple(held)), Fused((*lender.outputs, Output(name, axes, compute, same)))
     return None
 
 
@@ -124,14 +125,14 @@ def _multiplies(e: Expr, tiled: frozenset[Axis]) -> bool:
 
 
 def _renaming(e: Expr, other: Expr) -> dict[Axis, Axis] | None:
-    """The axes of `other` for those of `e` with which they are the same; None if there are none."""
+    """The axis of `e` for each of `other` with which they are the same; None if there are none."""
     own, theirs = list(free_axes(e)), list(free_axes(other))
     if sorted(a.extent for a in own) != sorted(a.extent for a in theirs) or len(own) > MAX_RENAMED:
         return None
     for pick in itertools.permutations(theirs):
         if all(a.extent == b.extent for a, b in zip(own, pick, strict=True)):
             if substitute(e, {a: index(b) for a, b in zip(own, pick, strict=True)}) is other:
-                return dict(zip(own, pick, strict=True))
+                return dict(zip(pick, own, strict=True))
     return None
 
 

@@ -20,7 +20,7 @@ from ..expr import Axis, Const, Expr, Op, Reduce, Ref, const, free_axes, index, 
 from ..inner import factors
 from ..integer import bounds
 from ..laws import Nonseparable, Scope, Term, non_negative, positive_factor, power_of_difference, separate, split_sum
-from ..plan import Accumulator, Anchor, Loop, Step, Store
+from ..plan import Accumulator, Anchor, Loop, Step, Store, held_dtype
 from .fuse import Fused
 
 # Comparisons, and what they are with their sides exchanged; and those that hold where they do not (NaN aside).
@@ -260,7 +260,7 @@ def _where_extreme(r: Reduce, body: Expr, n: int, scope: Scope, state: _Streams)
     same = op("or", op("eq", before, peak, dtype="bool"), op("isnan", before, dtype="bool"), dtype="bool")
 
     def kept(name: str) -> Expr:
-        own = ref(f"{name}.old", _axes_of(update, state), held_type(update, state.compute))
+        own = ref(f"{name}.old", _axes_of(update, state), held_dtype(r.kind, update, state.compute))
         return select(same, own, const(outside.value, own.dtype))
 
     value = _accumulate(r.kind, update, r.dtype, None, kept, n, state)
@@ -359,7 +359,7 @@ def _accumulate(
       moved: its old value after the references of its shifts moved, given its name.
     """
     axes = _axes_of(update, state)
-    held = "bool" if kind in ("any", "all") else held_type(update, state.compute)
+    held = held_dtype(kind, update, state.compute)
     key = (kind, n, update, dtype, anchor, moved is not None)
     if key in state.known:
         return ref(state.known[key], axes, held)
@@ -392,11 +392,6 @@ def _guard(peak: Expr, dtype: str) -> Expr:
     """A maximum as reference: 0 in place of -inf, so that -inf - reference stays -inf."""
     low = const(-math.inf, dtype)
     return select(op("eq", peak, low, dtype="bool"), const(0.0, dtype), peak)
-
-
-def held_type(update: Expr, compute: str) -> str:
-    """The type in which an accumulator of numbers is kept."""
-    return compute if is_float(update.dtype) else update.dtype
 
 
 def _axes_of(e: Expr, state: _Streams) -> tuple[Axis, ...]:
