@@ -28,6 +28,7 @@ from .capture.aten import mutates_inputs, to_aten
 from .capture.drawn import give_back
 from .capture.joint import NOTHING, Compiler, Known, differentiable
 from .capture.narrow import narrow
+from .capture.numbers import Numbers, has_numbers, numbers_of
 from .config import Config, config
 from .errors import FallbackWarning, InputError, Unsupported
 from .explain import Explanation, Fallback, Graph, Stage
@@ -204,7 +205,35 @@ class Backend:
         return self
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return _Specialised(gm, example_inputs, config.merged(**self.given), self.family, self.explanation)
+        settings = config.merged(**self.given)
+
+        def made(gm: torch.fx.GraphModule) -> _Specialised:
+            return _Specialised(gm, example_inputs, settings, self.family, self.explanation)
+
+        return _Numbered(gm, made) if has_numbers(gm) else made(gm)
+
+
+class _Numbered:
+    """A captured graph that computes with Python's numbers, made anew for those that are no tensors to its operations."""
+
+    def __init__(self, gm: torch.fx.GraphModule, made: Callable[[torch.fx.GraphModule], _Specialised]):
+        self.gm, self.made = gm, made
+        self.numbers: Numbers | None = None
+        self.versions: OrderedDict[tuple[str, ...], _Specialised] = OrderedDict()
+
+    def __call__(self, *args: Any) -> Any:
+        if self.numbers is None:
+            with compile_lock:
+                self.numbers = numbers_of(self.gm, args)
+        values = self.numbers.of(*args)
+        key = self.numbers.known(values)
+        run = self.versions.get(key)
+        if run is None:
+            with compile_lock:
+                run = self.versions.setdefault(key, self.made(self.numbers.without(values)))
+                if len(self.versions) > MAX_SPECIALISATIONS:
+                    self.versions.popitem(last=False)
+        return run(*args, *self.numbers.tensors(values))
 
 
 class _Specialised:

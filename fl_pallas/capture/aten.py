@@ -94,6 +94,10 @@ def _fill_diagonal(x: torch.Tensor, fill_value: float, wrap: bool = False) -> to
 _OPENED = {
     F.scaled_dot_product_attention: _attention,
     torch.Tensor.fill_diagonal_: _fill_diagonal,
+    # `mask &= other`, which PyTorch has no functional form of either.
+    torch.Tensor.__iand__: torch.Tensor.bitwise_and_,
+    torch.Tensor.__ior__: torch.Tensor.bitwise_or_,
+    torch.Tensor.__ixor__: torch.Tensor.bitwise_xor_,
     **OPENED,
 }
 # A mode is told of the call of this one alone, unless it does not ask whether there is a mode.
