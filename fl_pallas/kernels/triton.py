@@ -33,6 +33,7 @@ from ..schedule.plan import (
     KernelPlan,
     Loop,
     Step,
+    Store,
     bounds_of,
     expressions,
     operand_names,
@@ -192,18 +193,29 @@ class _Program:
 
     def run(self) -> None:
         outer = self._enter_grid()
+        stores = [*zip(self.plan.stores, self.results, strict=True)]
+        # What no loop has a part in leaves registers before they begin; all of it is loaded before any is stored, for
+        # what is loaded for two reasons is loaded once then.
+        first = [(s, result, self._value(s)) for s, result in stores if not ref_names(s.expr)]
+        for s, result, value in first:
+            self._store(s, result, value)
         for loop in self.plan.loops:
             self._loop(loop, outer)
-        for store, result in zip(self.plan.stores, self.results, strict=True):
-            axes = self.ev.sorted_axes(store.axes)
-            value = self.ev.spread(self.ev.eval(store.expr), axes)
-            offset, inside = self.ev.address(result, store.index, axes)
-            if self.ev.interpret and inside is not None:
-                # The interpreter writes back what it reads at masked-out places, which may be another element's;
-                # past the end it writes nothing.
-                offset = jnp.where(inside, offset, math.prod(map(seen, result.shape)))
-            stored = JNP["u8" if result.dtype == "bool" else result.dtype]
-            plgpu.store(result.ref.at[offset], value.astype(stored), mask=inside)  # type: ignore[attr-defined]
+        for s, result in stores:
+            if ref_names(s.expr):
+                self._store(s, result, self._value(s))
+
+    def _value(self, store: Store) -> Array:
+        return self.ev.spread(self.ev.eval(store.expr), self.ev.sorted_axes(store.axes))
+
+    def _store(self, store: Store, result: Operand, value: Array) -> None:
+        offset, inside = self.ev.address(result, store.index, self.ev.sorted_axes(store.axes))
+        if self.ev.interpret and inside is not None:
+            # The interpreter writes back what it reads at masked-out places, which may be another element's;
+            # past the end it writes nothing.
+            offset = jnp.where(inside, offset, math.prod(map(seen, result.shape)))
+        stored = JNP["u8" if result.dtype == "bool" else result.dtype]
+        plgpu.store(result.ref.at[offset], value.astype(stored), mask=inside)  # type: ignore[attr-defined]
 
     def _enter_grid(self) -> Scope:
         """Bind the grid axes: the last grid axis runs fastest, except that tiles of one row follow each other."""

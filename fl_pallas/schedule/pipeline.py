@@ -22,6 +22,7 @@ from .passes.interchange import interchange
 from .passes.lay_out import lay_out
 from .passes.part import Kernel, part_outputs, ways_to_part
 from .passes.places import places
+from .passes.prologue import into_prologues
 from .passes.resolve_views import resolve_views
 from .passes.share import lend, loading, share
 from .passes.skip_tiles import skip_tiles
@@ -134,6 +135,7 @@ def schedule(
                 shapes[storing.name] = storing.stores[0].shape
             for group in apart:
                 plans += _planned(group, held, f"r{n}_k", len(plans), compute, shapes, target)
+        plans = into_prologues(plans, region.outputs)
         for plan in plans:
             if verify:
                 verify_plan(plan)

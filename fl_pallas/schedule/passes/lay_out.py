@@ -55,7 +55,7 @@ def lay_out(plan: KernelPlan, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Ke
         name, order = orders[n.source]
         return load(name, tuple(n.index[k] for k in order), n.dtype)
 
-    return (*copies, replace(_rewritten(plan, rule), notes=(*plan.notes, *notes)) if copies else plan)
+    return (*copies, replace(rewritten(plan, rule), notes=(*plan.notes, *notes)) if copies else plan)
 
 
 def _bodies(plan: KernelPlan) -> list[Expr]:
@@ -108,7 +108,7 @@ def _copying(node: Load, name: str, shape: tuple[int, ...], order: tuple[int, ..
     return KernelPlan(name, used, (), (), (store,), "f32", choices)
 
 
-def _rewritten(plan: KernelPlan, rule: Callable[[Expr], Expr]) -> KernelPlan:
+def rewritten(plan: KernelPlan, rule: Callable[[Expr], Expr]) -> KernelPlan:
     """A plan with `rule` applied to the nodes of what its loops and stores compute."""
 
     def of_step(s: Step) -> Step:

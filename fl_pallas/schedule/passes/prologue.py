@@ -1,0 +1,110 @@
+"""Prologues: what a small kernel computes of rows goes into the kernel whose programs have these rows.
+
+Before: `r0_d0[h, x] = sum[d](do[h, x, d] * o[h, x, d])` is a kernel, and two kernels with loops load it.
+After: the one with rows x computes it before its loop, stores it, and runs before the other.
+
+Nobody computes anything twice, for each row is in one program of that kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from ..build import cast, substitute
+from ..expr import Axis, Expr, Index, Load, index, loads
+from ..plan import KernelPlan, Store, expressions, operand_names
+from .lay_out import rewritten
+
+
+def into_prologues(plans: Sequence[KernelPlan], results: Collection[str]) -> list[KernelPlan]:
+    """Kernels in the order in which they run → the same work in fewer, where one can take another's along.
+
+    Args:
+      results: names of what is stored for others than these kernels.
+    """
+    made = list(plans)
+    for small in plans:
+        if small.loops:
+            continue
+        for host in [p for p in made if p.loops and _reads(p, small)]:
+            taken = _taken(small, host)
+            order = _order(made, small, host) if taken is not None else None
+            if taken is not None and order is not None:
+                read = {name for p in order if p is not host for name in operand_names(p)}
+                needed = tuple(s for s in taken.stores if s in host.stores or s.name in read or s.name in results)
+                made = [replace(taken, stores=needed) if p is host else p for p in order]
+                break
+    return made
+
+
+def _reads(plan: KernelPlan, other: KernelPlan) -> bool:
+    return not {*operand_names(plan)}.isdisjoint(s.name for s in other.stores)
+
+
+def _order(plans: Sequence[KernelPlan], small: KernelPlan, host: KernelPlan) -> list[KernelPlan] | None:
+    """`plans` without `small`, all that read it after `host`; None if `host` needs one of them."""
+    first = plans.index(small)
+    needed = [host]
+    for p in reversed(plans[first + 1 : plans.index(host)]):
+        if any(_reads(n, p) for n in needed):
+            needed.insert(0, p)
+    if any(_reads(p, small) for p in needed[:-1]):
+        return None
+    rest = [p for p in plans[first + 1 :] if p not in needed]
+    return [*plans[:first], *needed, *rest]
+
+
+def _taken(small: KernelPlan, host: KernelPlan) -> KernelPlan | None:
+    """`host` with all that `small` computes and stores; None unless each of its programs has rows of its own."""
+    places = _places(small, host)
+    # A program that has some of the features alone would do it again for each part of them.
+    choices = [c for c in (host.choices, *host.others) if all((c.tile(a) or 1) >= a.extent for a in host.features)]
+    if places is None or host.choices not in choices or small.compute != host.compute:
+        return None
+    stores = {s.name: s for s in small.stores}
+
+    def rule(n: Expr) -> Expr:
+        if not isinstance(n, Load) or n.source not in stores:
+            return n
+        store = stores[n.source]
+        return cast(substitute(store.expr, dict(zip(store.axes, n.index, strict=True))), n.dtype)
+
+    made = rewritten(host, rule)
+    note = f"{', '.join(stores)}: of rows, computed before the loop"
+    moved = (_moved(s, places) for s in small.stores)
+    made = replace(made, others=tuple(choices[1:]), stores=(*made.stores, *moved), notes=(*made.notes, note))
+    return None if _reads(made, small) else made
+
+
+def _places(small: KernelPlan, host: KernelPlan) -> dict[Axis, Axis] | None:
+    """For each axis of `small` the one of `host` that it is, whose programs have all rows once; None if they do not."""
+    stores = {s.name: s for s in small.stores}
+    places: dict[Axis, Axis] = {}
+    for node in dict.fromkeys(n for e in expressions(host) for n in loads(e) if n.source in stores):
+        store = stores[node.source]
+        if store.dims:
+            return None
+        for axis, at in zip(store.axes, node.index, strict=True):
+            if axis.extent > 1 and axis not in small.features:
+                if not isinstance(at, Index) or places.setdefault(axis, at.axis) != at.axis:
+                    return None
+    rows = {*host.grid} - {*host.features}
+    if {*places.values()} != rows or len(places) > len(rows) or any(loop.parts for loop in host.loops):
+        return None
+    free = list(host.features)
+    for axis in (a for a in small.grid if a not in places):
+        same = next((a for a in free if a.extent == axis.extent and axis in small.features), None)
+        if same is None:
+            return None
+        places[axis] = same
+        free.remove(same)
+    return places
+
+
+def _moved(store: Store, places: dict[Axis, Axis]) -> Store:
+    """A store of another kernel's axes."""
+    axes = tuple(places.get(a, Axis(f"u{k}", 1)) for k, a in enumerate(store.axes))
+    mapping = {a: index(b) for a, b in zip(store.axes, axes, strict=True)}
+    dims = tuple((substitute(i, mapping), n) for i, n in store.dims)
+    return replace(store, axes=axes, expr=substitute(store.expr, mapping), dims=dims)
