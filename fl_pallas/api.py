@@ -214,7 +214,7 @@ class Backend:
 
 
 class _Numbered:
-    """A captured graph that computes with Python's numbers, made anew for those that are no tensors to its operations."""
+    """A captured graph that computes with numbers, made anew for those that are no tensors to its operations."""
 
     def __init__(self, gm: torch.fx.GraphModule, made: Callable[[torch.fx.GraphModule], _Specialised]):
         self.gm, self.made = gm, made

@@ -2,7 +2,7 @@
 constant of a layer.
 
 Before: `item = t.item(); x = item * 1000; y = scores * x; z = roll(y, int(item))`, t a tensor of one number.
-After: `y = scores * number_0; z = roll(y, 3)`: a tensor where that computes the same, and one graph for all numbers; the
+After: `y = scores * number_0; z = roll(y, 3)`: a tensor where that computes the same, and one graph for all; the
 number itself elsewhere, and a graph for each.
 """
 

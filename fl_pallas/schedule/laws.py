@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from .build import negate, op, select
-from .dtype import is_float
-from .expr import Axis, Const, Expr, Load, Op, Ref, const, free_axes, walk
+from .dtype import is_float, itemsize
+from .expr import Axis, Const, Expr, Load, Op, Ref, const, free_axes, loads, walk
 
 MAX_TERMS = 8
 MAX_SHIFTS = 2
@@ -318,18 +318,25 @@ def may_be_large(e: Expr, reference: Expr) -> bool:
     return holds_large(e) or reads_beyond(e, reference)
 
 
+def is_narrow(e: Expr) -> bool:
+    """Whether data of 16 bits is read for `e`."""
+    return any(is_float(n.dtype) and itemsize(n.dtype) == 2 for n in loads(e))
+
+
 def power_of_difference(x: Expr, reference: Expr, factor: float, kind: str) -> Expr:
     """exp((x - reference) * factor) in the type `kind`, x over axes that the reference lacks, as a power of two.
 
     x · c - reference · c is one instruction an element, which rounds the latter product alone: about a reference that a
-    mask made (of a row that sees nothing) the difference of equal numbers would be powers of two, or infinite.
+    mask made (of a row that sees nothing) the difference of equal numbers would be powers of two, or infinite. About
+    one of sharp scores it would be a little more than 1 or less, and weights that are computed again would not have the
+    sum that is kept: in 32 bits that is seen.
     """
     base = factor * math.log2(math.e)
 
     def scaled(by: Expr) -> Expr:
         return op("sub", op("mul", x, by, dtype=kind), op("mul", reference, by, dtype=kind), dtype=kind)
 
-    if holds_large(x):
+    if holds_large(x) or not is_narrow(x):
         exponent = op("mul", op("sub", x, reference, dtype=kind), const(base, kind), dtype=kind)
     elif reads_beyond(x, reference):
         # Numbers beyond the limit are so far apart that the base does not matter.

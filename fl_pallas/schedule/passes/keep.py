@@ -15,6 +15,7 @@ from .fuse import fuse
 from .grow_regions import grow_regions
 from .joins import given_or_returned
 from .resolve_views import inline_load, inlined, resolve_views, root_of
+from .surround import is_rounded
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) ->
             raise Unsupported("a maximum that needs a gradient", why, v.where)
     if extrema:
         return frozenset(extrema)
+    saved |= _rounded_again(whole, backward, saved, fused - later)
     # A result may be known in the dimensions in which the user sees it, and in those of the product that made it. Where
     # both are the same memory the result is kept: PyTorch then knows that it must not be written to.
     sums = {v.name: v.numel for v in whole.values if v.name in cheap - later and _is_sum(v)}
@@ -177,10 +179,24 @@ def _lies_as_made(program: Program, v: Value) -> bool:
     return linear(made) == linear(row_major(map(index, v.axes), v.axes))
 
 
+def _rounded_again(program: Program, backward: tuple[str, ...], saved: set[str], fused: set[str]) -> set[str]:
+    """What PyTorch would compute for products of 16 bits of the backward pass, and kernels of the forward pass compute
+    by themselves, and round elsewhere: statistics that are kept would not be of it."""
+    alone = _alone(program, backward, saved)
+    inside = {m for region in grow_regions(alone).regions for m in region.members}
+    left = (v for v in alone.values if v.name in fused - inside and v.expr is not None and not v.is_view)
+    return {v.name for v in left if is_rounded(alone, v, inside)}
+
+
+def _alone(program: Program, backward: tuple[str, ...], saved: set[str], facts: tuple[Value, ...] = ()) -> Program:
+    """The backward pass, what is saved given to it."""
+    values = tuple(replace(v, expr=None, op="input", reads=()) if v.name in saved else v for v in program.values)
+    return resolve_views(Program(values, backward, facts))
+
+
 def _used(program: Program, backward: tuple[str, ...], saved: set[str], facts: tuple[Value, ...]) -> set[str]:
     """The facts by which sums of the backward pass are exchanged."""
-    values = tuple(replace(v, expr=None, op="input", reads=()) if v.name in saved else v for v in program.values)
-    alone = resolve_views(Program(values, backward, facts))
+    alone = _alone(program, backward, saved, facts)
     compute = compute_dtype([v.dtype for v in alone.values if v.axes])
     found = (exchange(fuse(alone, region), alone, facts, "", compute)[0] for region in grow_regions(alone).regions)
     known = {f.name for f in facts}

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..build import substitute
-from ..expr import Const, Expr, Load, const, free_axes, load, loads
+from ..dtype import is_float, itemsize
+from ..expr import Const, Expr, Load, const, free_axes, load, loads, raw_op
 from ..program import Program, Value, reads_of
 
 
@@ -26,17 +27,27 @@ def inlined(e: Expr, values: Mapping[str, Value]) -> Expr:
 def resolve_views(program: Program) -> Program:
     """`y = x.T; z[i,j] = y[i,j]` → `z[i,j] = x[j,i]`. Views that PyTorch still needs stay; so do constants.
 
-    An axis that a value does not depend on (it was expanded before it was computed) is read at 0.
+    An axis that a value does not depend on (it was expanded before it was computed) is read at 0. What PyTorch rounds
+    to 16 bits, and reads by an operation that kernels know nothing of (the largest k of it), is no view of what it was.
     """
     out: dict[str, Value] = {}
     for v in program.values:
         if v.expr is not None:
-            expr = v.expr
+            expr = raw_op("cast", (v.expr,), v.dtype) if _is_rounded(program, v) else v.expr
             while found := {n: new for n in loads(expr) if (new := _resolved(n, out[n.source])) is not n}:
                 expr = substitute(expr, {}, dict(found))
             v = replace(v, expr=expr, reads=reads_of(expr))
         out[v.name] = v
     return replace(program, values=_live(tuple(out.values()), program.outputs))
+
+
+def _is_rounded(program: Program, v: Value) -> bool:
+    if not v.is_view or not is_float(v.dtype) or itemsize(v.dtype) >= itemsize(program.by_name[v.reads[0]].dtype):
+        return False
+    users = [program.by_name[u] for u in program.users[v.name]]
+    while views := [u for u in users if u.is_view]:
+        users = [u for u in users if not u.is_view] + [program.by_name[n] for u in views for n in program.users[u.name]]
+    return any(u.expr is None for u in users)
 
 
 def _resolved(node: Load, value: Value) -> Expr:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..build import cast, op, rewrite
-from ..dtype import is_float, is_int, itemsize
-from ..expr import Axis, Const, Expr, Load, Op, Reduce, const, free_axes, loads
+from ..dtype import is_float, is_int
+from ..expr import Axis, Const, Expr, Load, Op, Reduce, const, free_axes
 from ..integer import bounds, from_linear, linear
-from ..laws import EXACT, holds_large, may_be_large, positive_factor, power_of_difference
+from ..laws import EXACT, holds_large, is_narrow, may_be_large, positive_factor, power_of_difference
 from ..plan import Accumulator, Loop, Step
 from ..program import Value
 from .fuse import Fused
@@ -49,8 +49,7 @@ def _into_exponent(e: Expr, positive: frozenset[str]) -> Expr:
                 continue
             if isinstance(exponent, Op) and exponent.name == "sub" and free_axes(exponent.args[1]) == free_axes(by):
                 x = exponent.args[0]
-                narrow = any(itemsize(n.dtype) == 2 for n in loads(x) if is_float(n.dtype))
-                if may_be_large(x, by) or not narrow:
+                if may_be_large(x, by) or not is_narrow(x):
                     continue
                 row = op("add", exponent.args[1], op("log", by, dtype=e.dtype), dtype=e.dtype)
                 return op("exp", op("sub", x, row, dtype=e.dtype), dtype=e.dtype)
@@ -175,8 +174,9 @@ def _power_of_two(e: Expr) -> Expr:
         core, factor = positive_factor(exponent)
         return op("exp2", op("mul", core, const(factor * base, e.dtype), dtype=e.dtype), dtype=e.dtype)
     x, reference = exponent.args
-    if exponent.name == "sub" and free_axes(reference) < free_axes(x) and may_be_large(x, reference):
-        return power_of_difference(x, reference, 1.0, e.dtype)
+    if exponent.name == "sub" and free_axes(reference) < free_axes(x):
+        if may_be_large(x, reference) or not is_narrow(x):
+            return power_of_difference(x, reference, 1.0, e.dtype)
     cores = [positive_factor(a) for a in exponent.args]
     scaled = (op("mul", core, const(factor * base, e.dtype), dtype=e.dtype) for core, factor in cores)
     return op("exp2", op(exponent.name, *scaled, dtype=e.dtype), dtype=e.dtype)

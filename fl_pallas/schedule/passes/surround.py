@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..dtype import is_float
+from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Load, Op, free_axes, loads, reductions, walk
 from ..program import Program, Value, depends
 from .joins import Sides, is_of_positions
@@ -41,6 +41,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
     """Add producers that would be as large as the blow-up, or are cheap enough to repeat; none that a region has."""
     members, sides = set(members), dict(sides)
     others = taken - members
+    chosen_by = _choosing(program, members)
     for v in reversed(program.values):
         readers = [program.by_name[u] for u in program.users[v.name] if u in members]
         if v.name in members | others or v.expr is None or v.is_view or not readers:
@@ -52,11 +53,34 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
             fits = expands or not reductions(v.expr)
         elif reductions(v.expr) or v.projection or (is_float(v.dtype) and _read_across(v, readers)):
             fits = False
+        elif v.name in chosen_by or (v.name in program.outputs and is_rounded(program, v, members)):
+            # PyTorch makes it in any case, and not to the last bit as a kernel does: what it is compared with, or what
+            # another pass makes of it, is of PyTorch's.
+            fits = False
         else:
             fits = _cost(v.expr) <= (MAX_COLUMN_OPS if cols else MAX_ROW_OPS)
         if fits:
             members.add(v.name)
     return members
+
+
+def is_rounded(program: Program, v: Value, readers: set[str]) -> bool:
+    """Whether `readers` take `v` in 16 bits."""
+    found = (program.by_name[u] for u in program.users[v.name] if u in readers)
+    return is_float(v.dtype) and any(itemsize(t.dtype) == 2 and is_float(t.dtype) for u in found for t in (v, u))
+
+
+def _choosing(program: Program, members: set[str]) -> set[str]:
+    """The floats from which PyTorch finds, by operations that kernels know nothing of, what a region reads: the k-th
+    largest, say."""
+    found: set[str] = set()
+    read: set[str] = {r for m in members for r in program.by_name[m].reads} - members
+    for v in reversed(program.values):
+        if v.name in found or (v.name in read and v.expr is None):
+            found.update(v.reads)
+        if v.name in read:
+            read.update(v.reads)
+    return {name for name in found if is_float(program.by_name[name].dtype)}
 
 
 def _is_distance(program: Program, v: Value) -> bool:

@@ -1,0 +1,87 @@
+"""What PyTorch and kernels both make, or two passes do, is the same to the last bit where that matters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fl_pallas as fl
+from tests.oracle import check, check_gradients
+from tests.unrun import unrun
+
+Gate = Callable[[Tensor], Tensor]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT / 4).softmax(-1) @ v
+
+
+GATES: dict[str, Gate] = {
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda x: x.softmax(-1),
+    "linear": lambda x: x * 1.7 + 0.1,
+    "exp": torch.exp,
+    "normalised": lambda x: F.normalize(x, dim=-1),
+}
+THRESHOLDS: dict[str, Gate] = {
+    "topk": lambda p: p.topk(2, -1).values[..., -1:],
+    "sort": lambda p: p.sort(-1).values[..., -3:-2],
+    "kthvalue": lambda p: p.kthvalue(5, -1, keepdim=True).values,
+    "of_twice": lambda p: (2 * p).topk(2, -1).values[..., -1:] / 2,
+}
+
+
+def draw(*shapes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=generator).to(dtype).to(device) for s in shapes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+@pytest.mark.parametrize("gate", GATES)
+def test_the_largest_of_a_gate(gate: str, threshold: str, dtype: torch.dtype, device: torch.device) -> None:
+    """PyTorch sorts; what equals the threshold is there, and a kernel that computes it again may find it below."""
+
+    def gated(q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        p = GATES[gate](x)
+        return attention(q, k, v) * torch.where(p >= THRESHOLDS[threshold](p), p, 0)
+
+    inputs = draw(*[(1, 2, 100, 16)] * 4, dtype=dtype, device=device)
+    compiled = fl.compile(gated)
+    check(gated, inputs, compiled(*inputs))
+    if threshold != "of_twice":
+        check_gradients(gated, compiled, inputs)
+
+
+NORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "rms_norm": lambda x, g: F.rms_norm(x, (32,), g),
+    "by_hand": lambda x, g: (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * g,
+    "normalize": lambda x, g: F.normalize(x, dim=-1) * 6 * g,
+    "scaled": lambda x, g: (x * 1.3) * g,
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_before_a_head(norm: str, device: torch.device) -> None:
+    """In 16 bits: the statistics of the forward pass are of the same logits as the weights of the backward pass."""
+
+    def loss(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
+        labels = torch.arange(260, device=x.device) % 50
+        return F.cross_entropy((NORMS[norm](x, g) @ w.T).flatten(0, 1).float(), labels)
+
+    inputs = draw((2, 130, 32), (50, 32), (32,), dtype=torch.bfloat16, device=device)
+    check_gradients(loss, fl.compile(loss, fallback="error"), inputs)
+
+
+@pytest.mark.parametrize(("dtype", "exponent"), [(torch.float32, "- t1) * "), (torch.bfloat16, " - t1 * ")])
+def test_differences_in_32_bits(dtype: torch.dtype, exponent: str) -> None:
+    """Of sharp scores x, x c - m c rounds m c alone; in 16 bits x itself is rounded by more."""
+    q, k, v = draw(*[(1, 2, 40, 16)] * 3, dtype=dtype, device=torch.device("cpu"))
+    with unrun():
+        text = fl.explain(attention, q, k, v).ir("plan")
+    (line,) = (t for t in text.splitlines() if "exp2(" in t and "old" not in t)
+    assert exponent in line
