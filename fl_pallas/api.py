@@ -39,7 +39,7 @@ from .schedule.passes.keep import inner, keep
 from .schedule.passes.vanish import vanishing
 from .schedule.pipeline import Schedule, computed_again, schedule
 from .schedule.plan import KernelPlan
-from .schedule.program import Program, Value
+from .schedule.program import Program, Value, left_to_pytorch
 from .schedule.target import HOPPER, Target, target_of
 
 # Specialisations of one graph (shapes, strides, types) kept at a time.
@@ -312,20 +312,30 @@ class _Specialised:
 
     def _differentiable(self, args: Sequence[Any]) -> Callable[..., Any]:
         """Both passes; PyTorch's own where it would compute for the backward pass what only kernels know."""
-        made: dict[str, Schedule] = {}
         known = 0 if self.explanation is None else len(self.explanation.graphs)
-        forward, backward = self._pass("forward", made), self._pass("backward", made)
-        try:
-            run = differentiated(*differentiable(self.gm, args, vanishing, keep, inner, forward, backward))
-        except Unsupported as refusal:
-            self._tell(Graph(None, (replace(_refused(refusal), bytes=self._unfused(args)),), ()))
-            return self.gm
-        if "forward" not in made or not made["forward"].regions:
-            return run
-        if "backward" not in made:
-            return self.gm
-        again = computed_again(made["forward"], made["backward"])
-        return run if again is None else self._given_back(made["forward"], again, known)
+        left = frozenset[str]()
+        while True:
+            made: dict[str, Schedule] = {}
+            forward, backward = self._pass("forward", made), self._pass("backward", made)
+            try:
+                run = differentiated(*differentiable(self.gm, args, vanishing, keep, inner, forward, backward, left))
+            except Unsupported as refusal:
+                self._tell(Graph(None, (replace(_refused(refusal), bytes=self._unfused(args)),), ()))
+                return self.gm
+            if "forward" not in made or not made["forward"].regions:
+                return run
+            if "backward" not in made:
+                return self.gm
+            again = computed_again(made["forward"], made["backward"])
+            if again is None:
+                return run
+            program = made["forward"].program
+            if again.numel > given_or_returned(program, program.saved):
+                return self._given_back(made["forward"], again, known)
+            # No larger than what is there in any case: it is computed once, and kept.
+            left |= {again.name}
+            if self.explanation is not None:
+                del self.explanation.graphs[known:]
 
     def _unfused(self, args: Sequence[Any]) -> int:
         """Bytes of the largest value that kernels would have kept to themselves, of the forward pass; 0 if none."""
@@ -452,6 +462,7 @@ def _scheduled(
     """What becomes of a functional graph."""
     with torch.no_grad():
         program = replace(_marked(translate(aten), aten, args), facts=known.facts, saved=known.saved)
+        program = left_to_pytorch(program, known.left)
     return schedule(program, _target(args), lambda *entry: history.append(entry), verify=settings.verify)
 
 

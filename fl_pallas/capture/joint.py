@@ -21,7 +21,7 @@ from ..errors import Unsupported
 from ..schedule.build import substitute
 from ..schedule.expr import Expr, load, loads
 from ..schedule.passes.keep import Kept
-from ..schedule.program import Program, Value
+from ..schedule.program import Program, Value, left_to_pytorch
 from .aten import OpenAttention
 from .drawn import Inner, give_back
 from .narrow import narrow
@@ -73,10 +73,12 @@ class Known:
     Attributes:
       facts: what some of its inputs are, in terms of others.
       saved: names of the results that only the backward pass reads.
+      left: names of values that no kernel is to compute.
     """
 
     facts: tuple[Value, ...] = ()
     saved: frozenset[str] = frozenset()
+    left: frozenset[str] = frozenset()
 
 
 NOTHING = Known()
@@ -121,6 +123,7 @@ def differentiable(
     inner: Inner,
     forward: Compiler,
     backward: Compiler,
+    left: frozenset[str] = frozenset(),
 ) -> tuple[Callable[..., Any], Passes]:
     """`gm` as a function that PyTorch's autograd can differentiate once, and the two passes that it calls.
 
@@ -132,6 +135,7 @@ def differentiable(
       inner: which values of the forward pass kernels compute, and do not store for their size.
       forward, backward: make a callable of an ATen graph of either pass (its tensors have their fakes in
         `meta["val"]`), its fake inputs and what is known of them.
+      left: names of values of the forward pass that no kernel is to compute; they are kept.
     """
     facts: list[Value] = []
     returned = 0
@@ -143,17 +147,17 @@ def differentiable(
             narrow(joint)
             results, _ = _outputs(joint, num_fwd_outputs)
             give_back(joint, lambda p: inner(replace(p, outputs=tuple(n for n in results if n in p.by_name))))
-            program = translate(joint)
+            program = left_to_pytorch(translate(joint), left)
             if zeros := vanishing(program, *_results(joint, num_fwd_outputs, program)):
                 _set_to_zero(joint, zeros)
-                program = translate(joint)
+                program = left_to_pytorch(translate(joint), left)
             asked = frozenset[str]()
             while not isinstance(kept := keep(program, *_results(joint, num_fwd_outputs, program)), Kept):
                 if kept <= asked:
                     raise Unsupported("a maximum that needs a gradient", "the gradient goes to what equals it")
                 asked |= kept
                 by_position(joint, kept)
-                program = translate(joint)
+                program = left_to_pytorch(translate(joint), left)
         wide = _widen(joint, kept.exact)
         facts.extend(_widened(f, wide) for f in kept.facts)
         _need(joint, num_fwd_outputs, {f.name for f in facts})
@@ -167,12 +171,12 @@ def differentiable(
 
     def forward_pass(gm: GraphModule, args: Sequence[Any]) -> Boxed:
         results, saved = map(frozenset, _outputs(gm, returned))
-        passes.forward = _pass(gm, lambda: forward(gm, args, Known(saved=saved - results)))
+        passes.forward = _pass(gm, lambda: forward(gm, args, Known(saved=saved - results, left=left)))
         return _with_own_results(passes.forward.call, returned)
 
     def backward_pass(gm: GraphModule, args: Sequence[Any]) -> Boxed:
         gm = _without_needs(gm)
-        passes.backward = _pass(gm, lambda: backward(gm, args, Known(tuple(facts))))
+        passes.backward = _pass(gm, lambda: backward(gm, args, Known(tuple(facts), left=left)))
         return passes.backward.call
 
     compiler = aot_autograd(

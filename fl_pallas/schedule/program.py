@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..errors import SourceLoc
@@ -98,3 +98,11 @@ def depends(program: Program, targets: set[str], sources: set[str]) -> bool:
         if any(r in reach for r in v.reads):
             reach.add(v.name)
     return bool((targets - sources) & reach)
+
+
+def left_to_pytorch(program: Program, names: frozenset[str]) -> Program:
+    """`program`, some of whose values no kernel computes."""
+    values = (
+        replace(v, expr=None, why="it is kept for the backward pass") if v.name in names else v for v in program.values
+    )
+    return replace(program, values=tuple(values))

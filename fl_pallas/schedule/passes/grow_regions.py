@@ -93,9 +93,10 @@ def grow_regions(program: Program) -> Growth:
             continue
         if blocker is None and (shorter := _narrowed(program, seed)) and len(shorter.large) < len(seed.large):
             seed = shorter
-        if blocker is not None and blocker[1] is RETURNED and (other := turned(program, seed)) is not None:
+        if blocker is not None and blocker[1] is RETURNED:
             # What both sides share may be what is reduced: s[i, j] + v[j, d], by max over j.
-            seed, blocker = (other, None) if _grow(program, other) is None else (seed, blocker)
+            free = next((other for other in turned(program, seed) if _grow(program, other) is None), None)
+            seed, blocker = (free, None) if free is not None else (seed, blocker)
         if blocker is not None and blocker[1] is RETURNED:
             if is_larger(program, seed) and _spares(program, seed):
                 # It reaches memory in any case, but once, and what the region reduces is spared.

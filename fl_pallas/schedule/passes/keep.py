@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 
 from ...errors import Unsupported
@@ -179,7 +180,7 @@ def _lies_as_made(program: Program, v: Value) -> bool:
     return linear(made) == linear(row_major(map(index, v.axes), v.axes))
 
 
-def _rounded_again(program: Program, backward: tuple[str, ...], saved: set[str], fused: set[str]) -> set[str]:
+def _rounded_again(program: Program, backward: tuple[str, ...], saved: set[str], fused: Set[str]) -> set[str]:
     """What PyTorch would compute for products of 16 bits of the backward pass, and kernels of the forward pass compute
     by themselves, and round elsewhere: statistics that are kept would not be of it."""
     alone = _alone(program, backward, saved)
