@@ -133,7 +133,10 @@ class _Finder(Interpreter):
         value = self.env[number]
         if not isinstance(value, float):
             return None
-        for dtype in (torch.float64, torch.get_default_dtype()):
+        leaves = tree_leaves((out, [self.env[i] for i in n.all_input_nodes]))
+        wide = any(isinstance(t, torch.Tensor) and t.dtype == torch.float64 for t in leaves)
+        # As PyTorch computes with a number: kernels have no 64 bits on a GPU.
+        for dtype in (torch.float64,) if wide else (torch.get_default_dtype(), torch.float64):
             try:
                 # Not a constant: whoever asks for its value is refused it.
                 self.env[number] = self.mode.from_tensor(torch.tensor(value, dtype=dtype, device="meta").to("cpu"))

@@ -161,14 +161,30 @@ def _left_large(program: Program, regions: list[Region]) -> Iterator[Rejected]:
         stack += [r for m in members or (name,) for r in program.by_name[m].reads if r not in members]
         if v.numel <= limit:
             continue
-        if region is not None:
+        others = [r for r in regions if r is not region]
+        if region is not None and (
+            root_of(program, name) in _finished_large(program, region) or _is_bias(program, v, others)
+        ):
             reader = next((program.by_name[u] for u in program.users[name] if u not in members), v)
-            later = any(reader.name in other.members for other in regions)
-            why = "PyTorch computes it; a kernel stores what it reads"
-            why = "the backward pass reads it" if reader is v else "a kernel stores it for another" if later else why
+            why = "the backward pass reads it" if reader is v else "PyTorch computes it; a kernel stores what it reads"
             yield Rejected(v, reader, why, v.numel * itemsize(v.dtype), fused=True)
         elif region is None and is_outer(v):
             yield Rejected(v, v, "it is no part of what a kernel computes", v.numel * itemsize(v.dtype))
+
+
+def _finished_large(program: Program, region: Region) -> set[str]:
+    """The region's large members, and what finishes them element by element."""
+    found = {*region.large}
+    for v in (program.by_name[m] for m in region.members):
+        if v.expr is not None and not reductions(v.expr):
+            found |= {v.name for r in v.reads if r in found and program.by_name[r].numel == v.numel}
+    return found
+
+
+def _is_bias(program: Program, v: Value, regions: list[Region]) -> bool:
+    """Whether a region takes `v`, element by element, for what is large there."""
+    users = (program.by_name[u] for u in program.users[v.name])
+    return any(u.name in r.large and u.expr is not None and not reductions(u.expr) for u in users for r in regions)
 
 
 def _narrowed(program: Program, seed: Seed) -> Seed | None:
