@@ -83,13 +83,17 @@ def grow_regions(program: Program) -> Growth:
         blocker = _grow(program, seed)
         free = _narrowed(program, seed) if blocker else None
         tried.append((free, None) if free else (seed, blocker))
+    covered: set[str] = set()
     for seed, blocker in tried:
         if blocker is not None and seed.value.projection:
             continue  # a layer
         if blocker is None:
             others = (other for other, why in tried if why is None and other is not seed)
             seed = next((found for other in others if (found := _up_to(program, seed, other))), seed)
-        if any(_covers(program, other, seed) for other, _ in tried if other is not seed):
+        # Of two that cover each other (queries by keys, and decays, by channel) one is left.
+        others = (other for other, _ in tried if other is not seed and other.value.name not in covered)
+        if any(_covers(program, other, seed) for other in others):
+            covered.add(seed.value.name)
             continue
         if blocker is None and (shorter := _narrowed(program, seed)) and len(shorter.large) < len(seed.large):
             seed = shorter
