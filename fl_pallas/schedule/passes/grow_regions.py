@@ -17,7 +17,19 @@ from ..build import op, substitute
 from ..dtype import itemsize
 from ..expr import Axis, Expr, Load, free_axes, index, load, loads, reductions
 from ..program import Program, Value, depends
-from .joins import Seed, ends, given_or_returned, has_weight, is_blow_up, is_larger, is_outer, join, serves, turned
+from .joins import (
+    Seed,
+    along_shared,
+    ends,
+    given_or_returned,
+    has_weight,
+    is_blow_up,
+    is_larger,
+    is_outer,
+    join,
+    serves,
+    turned,
+)
 from .resolve_views import inline_load, root_of
 from .surround import AllSides, divides, uses_division, with_epilogue, with_prologue
 
@@ -97,15 +109,17 @@ def grow_regions(program: Program) -> Growth:
             continue
         if blocker is None and (shorter := _narrowed(program, seed)) and len(shorter.large) < len(seed.large):
             seed = shorter
-        if blocker is not None and blocker[1] is RETURNED:
+        if blocker is not None and blocker[1] is RETURNED and (other := turned(program, seed)) is not None:
             # What both sides share may be what is reduced: s[i, j] + v[j, d], by max over j.
-            free = next((other for other in turned(program, seed) if _grow(program, other) is None), None)
-            seed, blocker = (free, None) if free is not None else (seed, blocker)
+            seed, blocker = (other, None) if _grow(program, other) is None else (seed, blocker)
         if blocker is not None and blocker[1] is RETURNED:
             if is_larger(program, seed) and _spares(program, seed):
                 # It reaches memory in any case, but once, and what the region reduces is spared.
                 _end_before_projections(program, seed)
                 blocker = None
+            elif not is_larger(program, seed):
+                free = next((other for other in along_shared(seed) if _grow(program, other) is None), None)
+                seed, blocker = (free, None) if free is not None else (seed, blocker)
         elif blocker is not None:
             read = max((program.by_name[root_of(program, r)] for r in blocker[0].reads), key=lambda v: v.numel)
             if (is_larger(program, seed) or read.numel < seed.value.numel) and _spares(program, seed):

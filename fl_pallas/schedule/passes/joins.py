@@ -81,15 +81,22 @@ def is_outer(v: Value) -> bool:
     return len(wide) > 1 and all(t < wide for t in touched)
 
 
-def turned(program: Program, seed: Seed) -> list[Seed]:
-    """The seed with the axes that its operands share, and that its users reduce, for columns; and with one axis alone
-    that they share for rows, which something else may reduce."""
+def turned(program: Program, seed: Seed) -> Seed | None:
+    """The seed with the axes that its operands share, and its users reduce, for columns; None if there are none."""
+    moving = frozenset(a for a in _shared(seed) if any(_reduces(program, seed.value, a)))
+    return Seed(seed.value, seed.rows, moving) if moving else None
+
+
+def along_shared(seed: Seed) -> list[Seed]:
+    """The seed with one axis that its operands share for rows: queries, where each pair with a key has features."""
+    own = _shared(seed)
+    return [Seed(seed.value, frozenset((a,)), seed.cols) for a in seed.value.axes if a in own and a.extent > 1]
+
+
+def _shared(seed: Seed) -> frozenset[Axis]:
     assert seed.value.expr is not None
     touched = [_touched(n) for n in loads(seed.value.expr)]
-    shared = frozenset(seed.value.axes).intersection(*touched) - seed.rows - seed.cols
-    moving = frozenset(a for a in shared if any(_reduces(program, seed.value, a)))
-    alone = [Seed(seed.value, frozenset((a,)), seed.cols) for a in seed.value.axes if a in shared and a.extent > 1]
-    return [*([Seed(seed.value, seed.rows, moving)] if moving else []), *alone]
+    return frozenset(seed.value.axes).intersection(*touched) - seed.rows - seed.cols
 
 
 def _reduces(program: Program, v: Value, axis: Axis) -> Iterator[bool]:
