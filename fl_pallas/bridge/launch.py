@@ -341,7 +341,14 @@ class DirectKernel:
 
 def _moved(operands: Sequence[torch.Tensor], which: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
     """Operands, `which` of them as the device can read them."""
-    return [t.to(device).resolve_neg() if n in which else t for n, t in enumerate(operands)]
+    return [_readable(t, device) if n in which else t for n, t in enumerate(operands)]
+
+
+def _readable(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if t.device.type == "cpu" and not t.dim():
+        # A copy would wait for the GPU, and could not be recorded in a CUDA graph.
+        return torch.full((), t.item(), dtype=t.dtype, device=device)
+    return t.to(device).resolve_neg()
 
 
 def _lowered(kernel: Laid, aligned: Sequence[int]) -> Lowered:
