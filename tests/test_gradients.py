@@ -232,6 +232,24 @@ def test_what_is_stored_of_positions_is_told(training: bool, device: torch.devic
         fl.compile(sandwich)(q, k, v)
 
 
+def mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A bias of slopes by distances, mixed over heads."""
+    i = torch.arange(q.shape[-2], device=q.device)
+    slopes, mix = q.new_tensor([0.1, 0.2]) + 0 * q[0, :, 0, 0], q.new_ones(2, 2) + 0 * k[0, :, 0, :2]
+    return (q @ k.mT + torch.einsum("hij,hg->gij", -slopes[:, None, None] * (i[:, None] - i).abs(), mix)).softmax(
+        -1
+    ) @ v
+
+
+@pytest.mark.usefixtures("unwarned")
+def test_what_a_kernel_stores_for_another_is_told(device: torch.device) -> None:
+    """The bias of all heads, larger than all that is given."""
+    n = 200
+    q, k, v = (torch.randn(1, 2, n, 16, device=device) for _ in range(3))
+    with pytest.warns(fl.FallbackWarning, match=f"{2 * n * n * 4 / 1024:.1f} KiB"):
+        fl.compile(mixed)(q, k, v)
+
+
 def residual(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q = q + (q @ k.mT).softmax(-1) @ v
     return q + (q @ k.mT).softmax(-1) @ v
