@@ -42,6 +42,8 @@ from .schedule.plan import KernelPlan
 from .schedule.program import Program, Value, left_to_pytorch
 from .schedule.target import HOPPER, Target, target_of
 
+# How often both passes of a graph are planned.
+MAX_ATTEMPTS = 3
 # Specialisations of one graph (shapes, strides, types) kept at a time.
 MAX_SPECIALISATIONS = 256
 # TorchDynamo stops compiling, silently, past this many versions of one function; its own default is 8.
@@ -313,8 +315,9 @@ class _Specialised:
     def _differentiable(self, args: Sequence[Any]) -> Callable[..., Any]:
         """Both passes; PyTorch's own where it would compute for the backward pass what only kernels know."""
         known = 0 if self.explanation is None else len(self.explanation.graphs)
-        left = frozenset[str]()
+        left, attempts = frozenset[str](), 0
         while True:
+            attempts += 1
             made: dict[str, Schedule] = {}
             forward, backward = self._pass("forward", made), self._pass("backward", made)
             try:
@@ -327,13 +330,14 @@ class _Specialised:
             if "backward" not in made:
                 return self.gm
             again = computed_again(made["forward"], made["backward"])
-            if again is None:
+            if not again:
                 return run
             program = made["forward"].program
-            if again.numel > given_or_returned(program, program.saved):
-                return self._given_back(made["forward"], again, known)
+            limit = given_or_returned(program, program.saved)
+            if attempts == MAX_ATTEMPTS or any(v.numel > limit for v in again):
+                return self._given_back(made["forward"], again[0], known)
             # No larger than what is there in any case: it is computed once, and kept.
-            left |= {again.name}
+            left |= {v.name for v in again}
             if self.explanation is not None:
                 del self.explanation.graphs[known:]
 

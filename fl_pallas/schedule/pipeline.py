@@ -60,16 +60,16 @@ class Schedule:
     rejected: tuple[Rejected, ...]
 
 
-def computed_again(forward: Schedule, backward: Schedule) -> Value | None:
-    """A value that stays inside of the kernels of the forward pass, and that PyTorch would compute for the backward
-    pass; None if there is none.
+def computed_again(forward: Schedule, backward: Schedule) -> list[Value]:
+    """The values that stay inside of the kernels of the forward pass, and that PyTorch would compute for the backward
+    pass.
 
     In 16 bits PyTorch rounds it, and the kernels do not: it would not fit the row statistics that they keep.
     """
     inside = frozenset[str]().union(*(region.large for region in forward.regions))
     fused = {m for region in backward.regions for m in region.members}
     left = (v for v in backward.program.values if v.name in inside and v.expr is not None)
-    return next((v for v in left if v.name not in fused), None)
+    return [v for v in left if v.name not in fused]
 
 
 def schedule(
