@@ -97,7 +97,7 @@ def numbers_of(gm: GraphModule, args: Sequence[Any]) -> Numbers:
 
 
 def _is_given(n: Node) -> bool:
-    return n.op == "call_method" and n.target == "item" and n.args[0].op == "placeholder"  # type: ignore[union-attr]
+    return n.op == "call_method" and n.target == "item" and n.all_input_nodes[0].op == "placeholder"
 
 
 def _types(users: Users) -> list[torch.dtype]:
@@ -111,7 +111,7 @@ class _Finder(Interpreter):
         super().__init__(gm)
         self.mode = mode
         given = dict(zip(gm.graph.find_nodes(op="placeholder"), args, strict=True))
-        self.values = {n: given[n.args[0]].item() for n in gm.graph.nodes if _is_given(n)}  # type: ignore[index]
+        self.values = {n: given[n.all_input_nodes[0]].item() for n in gm.graph.nodes if _is_given(n)}
         self.inside: set[Node] = set()
         self.users: dict[Node, Users] = {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -77,9 +78,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     found: list[None] = []
     plan = api._scheduled
 
-    def counting(*args: object, **kwargs: object) -> object:
+    def counting(*args: Any, **kwargs: Any) -> Any:
         found.append(None)
-        return plan(*args, **kwargs)  # type: ignore[arg-type]
+        return plan(*args, **kwargs)
 
     monkeypatch.setattr(api, "_scheduled", counting)
     return found
