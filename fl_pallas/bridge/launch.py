@@ -10,7 +10,7 @@ import importlib.util
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._dynamo import guards
@@ -18,13 +18,18 @@ from torch._C._dynamo import guards
 from .. import cache
 from ..capture.dtypes import torch_dtype
 from ..errors import Unsupported
+from ..kernels.blocks import ENGINE, Block, has_descriptors
 from ..kernels.lower import ALIGNMENT, Lowered, lower
 from ..kernels.sizes import Laid, Mismatch, generalise, laid, opened, programs_of, sizes_of
 from ..kernels.triton import contiguous, grid_size
 from ..schedule.plan import Choices, KernelPlan, fingerprint, operand_names
+from .descriptors import Descriptors
 from .dlpack import float32_products, matmul_precision
 from .layout import spec_of
 from .tuning import fastest
+
+if TYPE_CHECKING:
+    from ..kernels.fit import Fitted
 
 # Compiled versions of one kernel (shapes, strides, types, alignments, devices) kept at a time.
 MAX_VERSIONS = 64
@@ -53,6 +58,7 @@ class _Launch:
       fixed: its arguments between stream and operands.
       kernel: keeps the loaded code alive.
       sizes: keeps what a kernel of several sizes is given alive; None for one that needs nothing.
+      blocks: of which it takes descriptors, after the pointers; and how Triton wants each to be.
     """
 
     run: Callable[..., None]
@@ -60,6 +66,11 @@ class _Launch:
     fixed: tuple[Any, ...]
     kernel: Any
     sizes: torch.Tensor | None = None
+    blocks: tuple[tuple[Block, dict[str, Any]], ...] = ()
+
+    def descriptors(self, operands: Sequence[torch.Tensor]) -> Descriptors | None:
+        """What makes the descriptors for operands that lie as these; None for a kernel that takes none."""
+        return Descriptors(self.blocks, operands) if self.blocks else None
 
 
 @dataclass(frozen=True)
@@ -70,11 +81,13 @@ class _Version:
       device: where it runs.
       moved: operands (by position) that are copied to the device first, their sign bit resolved.
       launch: None for a kernel of no programs.
+      descriptors: of blocks, given to the launch besides; None for none.
     """
 
     device: torch.device
     moved: tuple[int, ...]
     launch: _Launch | None
+    descriptors: Descriptors | None = None
 
 
 @dataclass(frozen=True)
@@ -215,19 +228,20 @@ class DirectKernel:
         if version.moved:
             operands = _moved(operands, version.moved, version.device)
             pointers = [t.data_ptr() for t in operands]
-        device, launch = version.device, version.launch
-        index: int = device.index  # type: ignore[assignment]
+        index: int = version.device.index  # type: ignore[assignment]
         if torch.cuda.current_device() == index:
-            return self._launched(launch, index, pointers)
+            return self._launched(version, index, pointers)
         with torch.cuda.device(index):
-            return self._launched(launch, index, pointers)
+            return self._launched(version, index, pointers)
 
-    def _launched(self, launch: _Launch | None, index: int, pointers: list[int]) -> list[torch.Tensor]:
-        """The outputs, of a launch on the current device; None launches nothing."""
+    def _launched(self, version: _Version, index: int, pointers: list[int]) -> list[torch.Tensor]:
+        """The outputs, of a launch on the current device."""
         results = [_empty(*layout) for layout in self._outputs]
+        launch, descriptors = version.launch, version.descriptors
         if launch is not None:
+            blocks = () if descriptors is None else descriptors.at(pointers)
             pointers += [t.data_ptr() for t in results]
-            launch.run(launch.programs, 1, 1, _stream(index), *launch.fixed, *pointers)
+            launch.run(launch.programs, 1, 1, _stream(index), *launch.fixed, *pointers, *blocks)
         return results
 
     def _version(self, small: tuple[Any, ...], operands: Sequence[torch.Tensor]) -> _Version:
@@ -243,7 +257,8 @@ class DirectKernel:
 
         Raises: Unsupported.
         """
-        return _lowered(laid(self.plan, tuple(map(spec_of, operands))), [alignment(t.data_ptr()) for t in operands])
+        kernel = laid(self.plan, tuple(map(spec_of, operands)))
+        return _lowered(kernel, [alignment(t.data_ptr()) for t in operands], ENGINE)
 
     def _place(self, operands: Sequence[torch.Tensor]) -> torch.device:
         device = next((t.device for t in operands if t.is_cuda), self._device)
@@ -260,13 +275,14 @@ class DirectKernel:
             # PyTorch lets a CPU tensor of no dimensions take part in computations on a GPU.
             moved = tuple(n for n, t in enumerate(operands) if t.device != device or t.is_neg())
             operands = _moved(operands, moved, device)
-            launch = None
+            launch = descriptors = None
             if self._programs:
                 with cache.cubins():
                     launch = self._built(operands, device.index)  # type: ignore[arg-type]
+                descriptors = launch.descriptors(operands)
             while len(self._versions) >= MAX_VERSIONS:
                 del self._versions[next(iter(self._versions))]
-            self._versions[key] = version = _Version(device, moved, launch)
+            self._versions[key] = version = _Version(device, moved, launch, descriptors)
             return version
 
     def _built(self, operands: Sequence[torch.Tensor], index: int) -> _Launch:
@@ -281,11 +297,10 @@ class DirectKernel:
     def _compiled(
         self, kernel: Laid, operands: Sequence[torch.Tensor], aligned: Sequence[int], own: Laid, index: int
     ) -> tuple[_Launch, Choices]:
-        """The kernel as it was kept on disk; else made under the choice that is fastest, or fits first."""
+        """The kernel as it was kept on disk, or made; and under which choice."""
         from ..kernels.cubin import address, compile_kernel, hashing, kept_kernel, settings  # triton is not everywhere
 
-        major, minor = torch.cuda.get_device_capability(index)
-        capability = 10 * major + minor
+        capability = _capability(index)
         # Nothing can be timed while a CUDA graph is recorded.
         tune = 1 if torch.cuda.is_current_stream_capturing() else max(1, min(self.tune, 1 + len(kernel.plan.others)))
         where = torch.cuda.get_device_name(index) if tune > 1 else capability
@@ -293,38 +308,68 @@ class DirectKernel:
         precision = float32_products()
         key = cache.key_of(fingerprint(kernel.plan), layout, precision, where, tune, settings())
         kept = cache.read(key)
-        every = (kernel.plan.choices, *kernel.plan.others)
+        every = [replace(c, blocks=True) for c in (kernel.plan.choices, *kernel.plan.others)]
         if kept is not None:
             lowered = Lowered.from_json(kept["lowered"])
             code = kept_kernel(kept["code"]) or compile_kernel(lowered, capability)
-            return self._load(lowered, code, index), every[kept["choice"]]
+            return self._load(lowered, code, index), replace(every[kept["choice"]], blocks=kept["blocks"])
 
         hashing()  # it ends while kernels are lowered
+        made, launch = self._fitting(kernel, operands, aligned, own, index, tune)
+        number = every.index(replace(made.choices, blocks=True))
+        entry = {"lowered": made.lowered.to_json(), "choice": number, "blocks": made.choices.blocks}
+        cache.write(key, {**entry, "code": address(launch.kernel)})
+        return launch, made.choices
+
+    def _fitting(
+        self, kernel: Laid, operands: Sequence[torch.Tensor], aligned: Sequence[int], own: Laid, index: int, tune: int
+    ) -> tuple[Fitted, _Launch]:
+        """The kernel under the choice that is fastest of `tune`, or fits first; and its code."""
+        from ..kernels.cubin import compile_kernel
         from ..kernels.fit import fitting
 
-        made = fitting(kernel.plan, lambda plan: _lowered(replace(kernel, plan=plan), aligned), capability, tune)
-        launches = [self._load(f.lowered, compile_kernel(f.lowered, capability), index) for f in made]
-        best = 0
-        if len(made) > 1:
-            with_sizes = [
-                _given(v, replace(kernel, plan=kernel.plan.with_choices(f.choices)), own, index)
-                for v, f in zip(launches, made, strict=True)
-            ]
-            best = self._fastest(with_sizes, operands, index)
-        choices, code = made[best].choices, address(launches[best].kernel)
-        cache.write(key, {"lowered": made[best].lowered.to_json(), "choice": every.index(choices), "code": code})
-        return launches[best], choices
+        capability = _capability(index)
+
+        def made(plan: KernelPlan, count: int) -> list[tuple[Fitted, _Launch]]:
+            fits = fitting(plan, lambda p: _lowered(replace(kernel, plan=p), aligned, capability), capability, count)
+            return [(f, self._load(f.lowered, compile_kernel(f.lowered, capability), index)) for f in fits]
+
+        def best(found: list[tuple[Fitted, _Launch]]) -> tuple[Fitted, _Launch]:
+            if len(found) == 1:
+                return found[0]
+            plans = [replace(kernel, plan=kernel.plan.with_choices(f.choices)) for f, _ in found]
+            launches = [_given(v, general, own, index) for (_, v), general in zip(found, plans, strict=True)]
+            return found[self._fastest(launches, operands, index)]
+
+        first = best(made(kernel.plan, tune))
+        if tune == 1 or not first[0].lowered.blocks:
+            return first
+        # Short loops, and those that wait for memory, may be faster by addresses.
+        plain = replace(kernel.plan, choices=replace(first[0].choices, blocks=False), others=())
+        with contextlib.suppress(Unsupported):
+            return best([*made(plain, tune), first])
+        return first
 
     def _fastest(self, launches: Sequence[_Launch], operands: Sequence[torch.Tensor], index: int) -> int:
         """Which launch takes least time on these operands."""
         with torch.cuda.device(index):
             pointers = [t.data_ptr() for t in (*operands, *[_empty(*layout) for layout in self._outputs])]
-            return fastest([lambda v=v: v.run(v.programs, 1, 1, _stream(index), *v.fixed, *pointers) for v in launches])
+            made = [v.descriptors(operands) for v in launches]
+            blocks = [() if d is None else d.at(pointers) for d in made]
+            return fastest(
+                [
+                    lambda v=v, b=b: v.run(v.programs, 1, 1, _stream(index), *v.fixed, *pointers, *b)
+                    for v, b in zip(launches, blocks, strict=True)
+                ]
+            )
 
     def _load(self, lowered: Lowered, kernel: Any, index: int) -> _Launch:
         """A kernel that Triton has compiled, loaded on the device `index`."""
+        from ..kernels.cubin import taking_descriptors  # triton is not everywhere
+
         if kernel.metadata.global_scratch_size or kernel.metadata.profile_scratch_size:
             raise Unsupported(lowered.name, "Triton wants scratch memory for it")
+        blocks = tuple(zip(lowered.blocks, taking_descriptors(kernel), strict=True))
         with torch.cuda.device(index):
             try:
                 run = kernel.run  # loads the code, and builds triton's launcher for this signature
@@ -335,8 +380,15 @@ class DirectKernel:
         if hasattr(run, "launch") and not hasattr(run, "arg_annotations"):
             # Triton 3.6: its launcher less a look, at every call, at the scratch memory that this kernel has none of.
             scratch = (run.launch_cooperative_grid, run.launch_pdl, None, None)
-            return _Launch(run.launch, lowered.programs, (kernel.function, *scratch, *hooks), kernel)
-        return _Launch(run, lowered.programs, (kernel.function, *hooks), kernel)
+            fixed = (kernel.function, *scratch, *hooks)
+            return _Launch(run.launch, lowered.programs, fixed, kernel, blocks=blocks)
+        return _Launch(run, lowered.programs, (kernel.function, *hooks), kernel, blocks=blocks)
+
+
+def _capability(index: int) -> int:
+    """Compute capability of a device; 90 is sm_90."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
 
 
 def _moved(operands: Sequence[torch.Tensor], which: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
@@ -351,9 +403,11 @@ def _readable(t: torch.Tensor, device: torch.device) -> torch.Tensor:
     return t.to(device).resolve_neg()
 
 
-def _lowered(kernel: Laid, aligned: Sequence[int]) -> Lowered:
+def _lowered(kernel: Laid, aligned: Sequence[int], capability: int) -> Lowered:
     """Triton IR of a kernel, for operands at multiples of `aligned` bytes."""
-    made = lower(kernel.plan, kernel.operands, matmul_precision(False), kernel.outputs, kernel.sizes)
+    has_engine = kernel.plan.choices.blocks and capability >= ENGINE and has_descriptors()
+    engine = {n for n, a in enumerate(aligned) if has_engine and a == ALIGNMENT}
+    made = lower(kernel.plan, kernel.operands, matmul_precision(False), kernel.outputs, kernel.sizes, engine)
     # What PyTorch allocates, the array of sizes and the outputs, begins at multiples of more than that.
     first = [ALIGNMENT] if kernel.sizes else []
     return made.aligned([*first, *aligned, *[ALIGNMENT] * len(kernel.outputs)])

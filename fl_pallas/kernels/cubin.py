@@ -110,6 +110,18 @@ class _Source:
     signature: dict[int, str]
 
 
+def taking_descriptors(kernel: Any) -> list[dict[str, Any]]:
+    """Lets a CompiledKernel be launched with ready descriptors; returns what Triton's metadata tells of each.
+
+    Triton's launcher would make them itself, at every launch, of arguments that its own frontend would add.
+    """
+    told: list[dict[str, Any]] = list(kernel.metadata.tensordesc_meta or ())
+    if told:
+        plain = {n: "nvTmaDesc" if "tensordesc" in kind else kind for n, kind in kernel.src.signature.items()}
+        kernel.src, kernel.metadata = _Source(plain), kernel.metadata._replace(tensordesc_meta=[])
+    return told
+
+
 def address(kernel: Any) -> dict[str, Any]:
     """Where Triton's cache keeps a CompiledKernel, in JSON's types."""
     (name,) = (name for name in kernel.metadata_group if name.endswith(".json"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from jaxlib.triton import dialect
 
 from ..errors import Unsupported
 from ..schedule.plan import KernelPlan, operand_names
+from .blocks import Block, Blocks, operations, with_blocks
 from .triton import TensorSpec, contiguous, pallas_function
 
 # The custom call that carries the Triton IR, in JAX 0.10 and 0.11.
@@ -46,6 +47,7 @@ class Lowered:
       operands: names of the tensors read, in order.
       outputs: names of the tensors written, in order.
       registers: the most that a thread may have; 0 for as many as there are.
+      blocks: of which its entry takes descriptors, after the pointers.
     """
 
     ttir: str
@@ -56,13 +58,16 @@ class Lowered:
     operands: tuple[str, ...]
     outputs: tuple[str, ...]
     registers: int = 0
+    blocks: tuple[Block, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, kept: dict[str, Any]) -> Lowered:
-        return cls(**{**kept, "operands": tuple(kept["operands"]), "outputs": tuple(kept["outputs"])})
+        blocks = tuple(Block(b["operand"], tuple(b["dims"]), tuple(b["box"]), b["dtype"]) for b in kept["blocks"])
+        operands, outputs = tuple(kept["operands"]), tuple(kept["outputs"])
+        return cls(**{**kept, "operands": operands, "outputs": outputs, "blocks": blocks})
 
     def aligned(self, alignments: Sequence[int]) -> Lowered:
         """The same kernel for pointers that are multiples of `alignments` bytes, one per pointer."""
@@ -83,6 +88,7 @@ def lower(
     precision: object,
     outputs: Sequence[TensorSpec] | None = None,
     sizes: int = 0,
+    engine: Set[int] = frozenset(),
 ) -> Lowered:
     """Lower a plan to Triton IR.
 
@@ -91,12 +97,15 @@ def lower(
       specs: the operands, in the order of `operand_names(plan)`.
       precision: jax precision (or DotAlgorithmPreset) of float32 matrix products.
       outputs, sizes: as for `pallas_function`.
+      engine: positions of the operands of which tiles may be brought as blocks, by the copy engine.
 
     Returns: Triton IR that takes pointers to 16-byte aligned memory (see `Lowered.aligned`).
 
     Raises: Unsupported.
     """
-    function = pallas_function(plan, specs, precision, False, outputs, sizes)
+    names = operand_names(plan)
+    blocks = Blocks({names[n]: n for n in sorted(engine)})
+    function = pallas_function(plan, specs, precision, False, outputs, sizes, blocks=blocks)
     given = [jax.ShapeDtypeStruct((sizes,), jnp.int32)] if sizes else []
     shapes = [*given, *(jax.ShapeDtypeStruct((max(1, s.span),), s.stored) for s in specs)]
     mesh = AbstractMesh((), (), abstract_device=DEVICE)
@@ -106,15 +115,16 @@ def lower(
         except NotImplementedError as e:
             raise Unsupported(plan.name, f"Pallas cannot lower it to Triton: {e}") from e
         config = _config(stablehlo)
-        text = _text(config["ir"].value_bytes)
+        text = _text(config["ir"].value_bytes, blocks.made)
     made = Lowered(
         text,
         config["name"].value,
         config["grid_x"].value,
         config["num_warps"].value,
         config["num_stages"].value,
-        (*(SIZES for _ in given), *operand_names(plan)),
+        (*(SIZES for _ in given), *names),
         tuple(s.name for s in plan.stores),
+        blocks=tuple(blocks.made),
     )
     return made.aligned([ALIGNMENT] * (len(shapes) + len(plan.stores)))
 
@@ -157,7 +167,7 @@ def _is_running() -> bool:
 
 def _config(module: Any) -> Any:
     """The backend config of the one Triton call of a StableHLO module."""
-    calls = [op for op in _operations(module.operation) if op.name == "stablehlo.custom_call"]
+    calls = [op for op in operations(module.operation) if op.name == "stablehlo.custom_call"]
     found = [op for op in calls if op.attributes["call_target_name"].value == TARGET]
     if len(found) != 1 or len(calls) != 1:
         targets = ", ".join(op.attributes["call_target_name"].value for op in calls)
@@ -165,15 +175,7 @@ def _config(module: Any) -> Any:
     return found[0].attributes["mhlo.backend_config"]
 
 
-def _operations(parent: Any) -> Iterator[Any]:
-    for region in parent.regions:
-        for block in region:
-            for op in block:
-                yield op.operation
-                yield from _operations(op.operation)
-
-
-def _text(bytecode: bytes) -> str:
+def _text(bytecode: bytes, blocks: Sequence[Block]) -> str:
     context = ir.Context()
     dialect.register_dialect(context)
-    return str(ir.Module.parse(bytecode, context))
+    return with_blocks(ir.Module.parse(bytecode, context), blocks)

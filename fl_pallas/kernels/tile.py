@@ -21,7 +21,8 @@ from ..errors import ScheduleError
 from ..schedule.dtype import is_float
 from ..schedule.expr import Axis, Const, Expr, Index, Load, Op, Reduce, Ref, Size, children, free_axes, loads, ref_names
 from ..schedule.inner import Product, as_product, as_vector_product, covering_tile, is_sequential, within_sides
-from ..schedule.integer import bounds, from_linear, linear
+from ..schedule.integer import bounds, from_linear, is_inside, linear
+from .blocks import Block, Blocks, block_load, block_shape
 from .pointwise import POINTWISE
 
 JNP = {
@@ -104,6 +105,7 @@ class Evaluator:
       precision: jax precision of float32 matrix products.
       interpret: whether Pallas's interpreter runs it, which has no GPU instructions.
       sizes: what was given at launch, in units.
+      blocks: where the tiles that the copy engine brings are told; None for none.
     """
 
     def __init__(
@@ -115,8 +117,9 @@ class Evaluator:
         precision: Any,
         interpret: bool,
         sizes: Sequence[Array] = (),
+        blocks: Blocks | None = None,
     ):
-        self.sizes = sizes
+        self.sizes, self.blocks = sizes, blocks
         self.operands, self.order, self.features = operands, order, features
         self.compute, self.precision, self.interpret = compute, precision, interpret
         self.scopes: list[Scope] = []
@@ -307,12 +310,42 @@ class Evaluator:
     def _load(self, e: Load) -> Tile:
         operand = self.operands[e.source]
         axes = self.sorted_axes(free_axes(e))
+        if (block := self._block(e, axes)) is not None:
+            return Tile(block, axes)
         offset, inside = self.address(operand, e.index, axes)
         reference = operand.ref.at[offset]  # type: ignore[attr-defined]
         if inside is None:
             return Tile(plgpu.load(reference), axes)
         zero = jnp.zeros((), JNP["u8" if operand.dtype == "bool" else operand.dtype])
         return Tile(plgpu.load(reference, mask=inside, other=zero), axes)
+
+    def _block(self, e: Load, axes: tuple[Axis, ...]) -> Array | None:
+        """A tile of two dimensions that the copy engine brings; None where it cannot."""
+        operand = self.operands[e.source]
+        if self.blocks is None or e.source not in self.blocks.positions or operand.offset:
+            return None
+        if len(axes) != 2 or all(a in self.order for a in axes):
+            return None  # tiles of rows by keys go to registers: through shared memory they take longer
+        sides = {a: self.side(a) for a in axes}
+        ragged = {a for a in axes if self.within(a) is not None}
+        shape = block_shape(e.index, operand.shape, operand.strides, operand.dtype, sides, ragged)
+        if shape is None:
+            return None
+        rows, columns = shape.axes
+        box = (*(1 for _ in shape.dims[:-2]), sides[rows], sides[columns])
+        number = self.blocks.number(Block(self.blocks.positions[e.source], shape.dims, box, operand.dtype))
+        first = [self._first(e.index[d]) for d in shape.dims]
+        tile = block_load(number, first, box[-2:], JNP[operand.dtype])
+        return self._transposed(Tile(tile, (rows, columns)), axes).array
+
+    def _first(self, i: Expr) -> Array:
+        """The first of the indices that an index expression takes over the current tile."""
+        terms, constant = linear(i)
+        at = jnp.int32(constant)
+        for t, k in terms.items():
+            first = self.eval(t).array if not self.wide(free_axes(t)) else self.start(t.axis)  # type: ignore[union-attr]
+            at = at if first is None else at + first.astype(jnp.int32) * jnp.int32(k)
+        return at
 
     def address(self, operand: Operand, idx: tuple[Expr, ...], axes: tuple[Axis, ...]) -> tuple[Array, Array | None]:
         """Flat offsets over `axes`, and where they are inside of the tensor (None: everywhere)."""
@@ -323,7 +356,7 @@ class Evaluator:
         given: list[tuple[Tile, int | Array]] = []
         constant = operand.offset
         for i, n, stride in zip(idx, operand.shape, operand.strides, strict=True):
-            if not _is_inside(i, n):
+            if not is_inside(i, n):
                 tile = self.eval(i)
                 low, high = jnp.zeros_like(tile.array), jnp.full_like(tile.array, self.number(n))
                 # Triton's load is as wide as it knows a mask to be alike, which it knows of one term rightly.
@@ -558,16 +591,6 @@ def _never() -> Array:
     numbers (`is_miscompiled` in cubin.py knows such code).
     """
     return lax.shift_left(lax.shift_right_logical(pl.program_id(0), jnp.int32(30)), jnp.int32(20))
-
-
-def _is_inside(i: Expr, n: int | Size) -> bool:
-    """Whether an index is known to lie inside of a dimension of extent `n`."""
-    limits = bounds(i)
-    if limits is None or limits[0] < 0:
-        return False
-    if isinstance(n, Size):
-        return limits[1] == 0 or isinstance(i, Index) and i.axis.size is n
-    return limits[1] < n
 
 
 def _inside_reduction(e: Expr, loop: Scope) -> bool:

@@ -39,6 +39,7 @@ from ..schedule.plan import (
     operand_names,
     step_expressions,
 )
+from .blocks import Blocks
 from .pointwise import POINTWISE
 from .tile import COMBINE, JNP, Evaluator, Operand, Scope, Tile, identity_of, seen
 
@@ -103,6 +104,7 @@ def pallas_function(
     outputs: Sequence[TensorSpec] | None = None,
     sizes: int = 0,
     programs: int | None = None,
+    blocks: Blocks | None = None,
 ) -> Callable[..., list[Array]]:
     """The function of a plan: flat operand arrays → flat output arrays.
 
@@ -114,6 +116,7 @@ def pallas_function(
       outputs: how the outputs lie, if not as `output_specs` tells.
       sizes: how many sizes are given at launch, in an int32 array that comes before the operands.
       programs: how many run, if not what the plan's extents give.
+      blocks: where the tiles that the copy engine brings are told; None for none.
 
     Raises: Unsupported.
     """
@@ -125,7 +128,7 @@ def pallas_function(
         given, refs = [r[k] for r in refs[: bool(sizes)] for k in range(sizes)], refs[bool(sizes) :]  # type: ignore
         placed = [Operand(r, s.shape, s.strides, s.offset, s.dtype) for r, s in zip(refs, (*specs, *laid), strict=True)]
         operands = dict(zip(names, placed, strict=False))
-        _Program(plan, operands, placed[len(names) :], precision, interpret, given).run()
+        _Program(plan, operands, placed[len(names) :], precision, interpret, given, blocks).run()
 
     kernel.__name__ = plan.name
     return pl.pallas_call(  # type: ignore[return-value]
@@ -178,6 +181,7 @@ class _Program:
         precision: object,
         interpret: bool,
         sizes: Sequence[Array] = (),
+        blocks: Blocks | None = None,
     ):
         self.plan, self.results = plan, results
         steps = [s for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)]
@@ -189,7 +193,7 @@ class _Program:
         )
         self.references = used - exact
         order = (*(a for a in plan.grid if a not in plan.features), *(loop.axis for loop in plan.loops))
-        self.ev = Evaluator(operands, order, plan.features, plan.compute, precision, interpret, sizes)
+        self.ev = Evaluator(operands, order, plan.features, plan.compute, precision, interpret, sizes, blocks)
 
     def run(self) -> None:
         outer = self._enter_grid()

@@ -121,6 +121,16 @@ def linear_bounds(lin: Linear) -> Bounds:
     return lo, hi
 
 
+def is_inside(i: Expr, n: int | Size) -> bool:
+    """Whether an index is known to lie inside of a dimension of extent `n`."""
+    limits = bounds(i)
+    if limits is None or limits[0] < 0:
+        return False
+    if isinstance(n, Size):
+        return limits[1] == 0 or isinstance(i, Index) and i.axis.size is n
+    return limits[1] < n
+
+
 def floordiv(a: Expr, n: int, dtype: str) -> Expr:
     """a // n for a positive constant n: whole multiples of n leave the division."""
     if n == 1:

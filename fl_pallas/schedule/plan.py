@@ -116,11 +116,13 @@ class Choices:
       tiles: side of the tile of each grid and loop axis; 1 for axes taken one index at a time.
       warps: warps of a program.
       stages: depth of the software pipeline of the loops.
+      blocks: whether a copy engine brings tiles, on a GPU that has one.
     """
 
     tiles: tuple[tuple[Axis, int], ...]
     warps: int = 4
     stages: int = 2
+    blocks: bool = True
 
     def tile(self, axis: Axis) -> int | None:
         """Side of the tile along `axis`, None if it was not chosen here."""

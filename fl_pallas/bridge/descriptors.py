@@ -1,0 +1,42 @@
+"""Descriptors of tensors, by which Hopper's copy engine finds blocks of them: made by the host, given to a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..kernels.blocks import Block
+
+
+class Descriptors:
+    """Makes the descriptors of blocks for operands that lie as these do; the last ones are kept.
+
+    Args:
+      blocks: each with what Triton's metadata tells of it: "block_size", "swizzle", "elem_size", "elem_type".
+      operands: of the kernel.
+    """
+
+    def __init__(self, blocks: Sequence[tuple[Block, dict[str, Any]]], operands: Sequence[torch.Tensor]):
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as host  # triton is not everywhere
+        from triton.runtime import driver
+
+        active: Any = driver.active
+        self._fill = active.utils.fill_tma_descriptor
+        self._fixed = []
+        for block, meta in blocks:
+            t = operands[block.operand]
+            shape, strides = [t.shape[d] for d in block.dims], [t.stride(d) for d in block.dims]
+            kind = (meta["swizzle"], meta["elem_size"], host[meta["elem_type"]])
+            self._fixed.append((block.operand, (*kind, meta["block_size"], shape, strides, 0)))
+        self._latest: tuple[list[int], tuple[Any, ...]] = ([], ())
+
+    def at(self, pointers: Sequence[int]) -> tuple[Any, ...]:
+        """The descriptors for operands at these addresses (`pointers` may go on)."""
+        where = [pointers[operand] for operand, _ in self._fixed]
+        latest, made = self._latest
+        if latest != where:
+            made = tuple(self._fill(p, *fixed) for p, (_, fixed) in zip(where, self._fixed, strict=True))
+            self._latest = where, made
+        return made
