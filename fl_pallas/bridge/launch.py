@@ -18,7 +18,7 @@ from torch._C._dynamo import guards
 from .. import cache
 from ..capture.dtypes import torch_dtype
 from ..errors import Unsupported
-from ..kernels.blocks import ENGINE, Block, has_descriptors
+from ..kernels.blocks import ENGINE, Block
 from ..kernels.lower import ALIGNMENT, Lowered, lower
 from ..kernels.sizes import Laid, Mismatch, generalise, laid, opened, programs_of, sizes_of
 from ..kernels.triton import contiguous, grid_size
@@ -405,8 +405,7 @@ def _readable(t: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _lowered(kernel: Laid, aligned: Sequence[int], capability: int) -> Lowered:
     """Triton IR of a kernel, for operands at multiples of `aligned` bytes."""
-    has_engine = kernel.plan.choices.blocks and capability >= ENGINE and has_descriptors()
-    engine = {n for n, a in enumerate(aligned) if has_engine and a == ALIGNMENT}
+    engine = {n for n, a in enumerate(aligned) if a == ALIGNMENT} if capability >= ENGINE else frozenset()
     made = lower(kernel.plan, kernel.operands, matmul_precision(False), kernel.outputs, kernel.sizes, engine)
     # What PyTorch allocates, the array of sizes and the outputs, begins at multiples of more than that.
     first = [ALIGNMENT] if kernel.sizes else []

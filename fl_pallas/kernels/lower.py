@@ -18,7 +18,7 @@ from jaxlib.triton import dialect
 
 from ..errors import Unsupported
 from ..schedule.plan import KernelPlan, operand_names
-from .blocks import Block, Blocks, operations, with_blocks
+from .blocks import Block, Blocks, has_descriptors, operations, with_blocks
 from .triton import TensorSpec, contiguous, pallas_function
 
 # The custom call that carries the Triton IR, in JAX 0.10 and 0.11.
@@ -97,14 +97,15 @@ def lower(
       specs: the operands, in the order of `operand_names(plan)`.
       precision: jax precision (or DotAlgorithmPreset) of float32 matrix products.
       outputs, sizes: as for `pallas_function`.
-      engine: positions of the operands of which tiles may be brought as blocks, by the copy engine.
+      engine: positions of the operands that a copy engine can reach; it brings tiles of them where the plan's choices
+        want that.
 
     Returns: Triton IR that takes pointers to 16-byte aligned memory (see `Lowered.aligned`).
 
     Raises: Unsupported.
     """
     names = operand_names(plan)
-    blocks = Blocks({names[n]: n for n in sorted(engine)})
+    blocks = Blocks({names[n]: n for n in engine} if plan.choices.blocks and has_descriptors() else {})
     function = pallas_function(plan, specs, precision, False, outputs, sizes, blocks=blocks)
     given = [jax.ShapeDtypeStruct((sizes,), jnp.int32)] if sizes else []
     shapes = [*given, *(jax.ShapeDtypeStruct((max(1, s.span),), s.stored) for s in specs)]
@@ -131,7 +132,8 @@ def lower(
 
 def lower_contiguous(plan: KernelPlan, tensors: Sequence[tuple[tuple[int, ...], str]], precision: object) -> Lowered:
     """`lower` for operands of these shapes and types, each freshly allocated."""
-    return lower(plan, [contiguous(shape, dtype) for shape, dtype in tensors], precision)
+    specs = [contiguous(shape, dtype) for shape, dtype in tensors]
+    return lower(plan, specs, precision, engine=frozenset(range(len(specs))))
 
 
 @contextlib.contextmanager

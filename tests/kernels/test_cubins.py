@@ -18,6 +18,7 @@ from triton import knobs
 import fl_pallas as fl
 from fl_pallas.bridge.dlpack import matmul_precision
 from fl_pallas.errors import Unsupported
+from fl_pallas.kernels.blocks import ENGINE
 from fl_pallas.kernels.cubin import Cubin, compile_ttir, is_miscompiled, is_serial, simplified
 from fl_pallas.kernels.fit import SPILL, fitting
 from fl_pallas.kernels.lower import Lowered, lower_contiguous
@@ -77,6 +78,12 @@ def dtype_of(case: Case) -> torch.dtype:
     return torch.float32 if zlib.crc32(case.name.encode()) % 4 == 0 else torch.bfloat16
 
 
+def by_addresses(plan: KernelPlan) -> KernelPlan:
+    """A plan for GPUs without a copy engine."""
+    every = [replace(c, blocks=False) for c in (plan.choices, *plan.others)]
+    return replace(plan, choices=every[0], others=tuple(every[1:]))
+
+
 def compiled(plan: KernelPlan, lower: Callable[[KernelPlan], Lowered], capability: int) -> Cubin:
     """The scheduler's pick; where that does not fit, the choice that is taken in its place."""
     with contextlib.suppress(Unsupported):
@@ -93,7 +100,7 @@ def test_compiles(case: Case) -> None:
     kernels = kernels_of(case.name, dtype)
     assert kernels or case.kernels is None
     for (plan, lower), capability in itertools.product(kernels, (80, 90)):
-        cubin = compiled(plan, lower, capability)
+        cubin = compiled(plan if capability >= ENGINE else by_addresses(plan), lower, capability)
         what = f"{case.name} {plan.name} on sm_{capability}"
         assert cubin.binary.startswith(b"\x7fELF"), what
         spilled = cubin.stack  # by itself, or pytest prints the whole cubin
@@ -110,12 +117,19 @@ def test_compiles_with_bounds_from_data(name: str, monkeypatch: pytest.MonkeyPat
         assert made.choices == plan.choices and made.cubin.stack == 0
 
 
-@pytest.mark.parametrize("capability, instruction", [(80, "mma.sync"), (90, "wgmma.mma_async")])
-def test_uses_the_matrix_units(capability: int, instruction: str) -> None:
-    kernel = lowered("vanilla", torch.bfloat16)
-    cubin = compile_ttir(kernel, capability)
-    assert instruction in cubin.asm["ptx"]
-    assert "cp.async.cg" in cubin.asm["ptx"], "no 16-byte asynchronous copies"
+@pytest.mark.parametrize(
+    "capability, blocks, product, copy",
+    [
+        (80, False, "mma.sync", "cp.async.cg"),
+        (90, False, "wgmma.mma_async", "cp.async.cg"),
+        (90, True, "wgmma.mma_async", "cp.async.bulk.tensor"),
+    ],
+)
+def test_uses_the_matrix_units(capability: int, blocks: bool, product: str, copy: str) -> None:
+    ((plan, lower),) = kernels_of("vanilla", torch.bfloat16)
+    cubin = compile_ttir(lower(plan if blocks else by_addresses(plan)), capability)
+    assert product in cubin.asm["ptx"]
+    assert copy in cubin.asm["ptx"], "no asynchronous copies of 16 bytes or more"
 
 
 def test_products_accumulate_in_place() -> None:

@@ -1,0 +1,154 @@
+"""Tiles that a copy engine brings: which ones, where from, and what becomes of them in Triton IR. No GPU is needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.nn.functional as F
+from jax import Array, lax
+from jax.experimental.pallas import triton as plgpu
+from torch import Tensor
+
+import fl_pallas as fl
+from fl_pallas.kernels import tile
+from fl_pallas.kernels.blocks import Block, Blocks, BlockShape, block_shape
+from fl_pallas.kernels.cubin import compile_ttir, simplified
+from fl_pallas.kernels.lower import Lowered
+from fl_pallas.schedule.expr import Axis, Expr, Op, const, index, raw_op, size
+from tests.kernels.test_cubins import kernels_of
+from tests.oracle import run_and_check
+
+ROW, COLUMN, HEAD = Axis("i", 100), Axis("d", 64), Axis("h", 4)
+R, D, H = index(ROW), index(COLUMN), index(HEAD)
+SIDES = {ROW: 64, COLUMN: 64}
+PLUS = raw_op("add", (R, const(1, "i64")), "i64")
+TWICE = raw_op("mul", (R, const(2, "i64")), "i64")
+PLAIN = ((H, R, D), (4, 100, 64), (6400, 64, 1))
+WHOLE = BlockShape((0, 1, 2), (ROW, COLUMN))
+
+
+@pytest.mark.parametrize(
+    "idx, shape, strides, found",
+    [
+        pytest.param(*PLAIN, WHOLE, id="contiguous"),
+        pytest.param((H, R, D), (4, 100, 64), (64, 256, 1), WHOLE, id="heads inside of rows"),
+        pytest.param((H, D, R), (4, 64, 100), (8192, 128, 1), BlockShape((0, 1, 2), (COLUMN, ROW)), id="transposed"),
+        pytest.param((H, R, D), (4, 100, 64), (0, 64, 1), BlockShape((1, 2), (ROW, COLUMN)), id="expanded"),
+        pytest.param((const(0, "i64"), R, D), (1, 100, 64), (3, 64, 1), BlockShape((1, 2), (ROW, COLUMN)), id="of one"),
+        pytest.param((H, R, D), (4, 100, 64), (6404, 64, 1), None, id="a stride of 12808 bytes"),
+        pytest.param((H, R, D), (4, 100, 64), (6400, 128, 2), None, id="nothing contiguous"),
+        pytest.param((H, R, D), (4, 120, 64), (7680, 64, 1), None, id="rows beyond the axis are in the tensor"),
+        pytest.param((H, PLUS, D), (4, 101, 64), (6464, 64, 1), None, id="rows from the second on"),
+        pytest.param((H, TWICE, D), (4, 200, 64), (12800, 64, 1), None, id="every other row"),
+        pytest.param((R, R, D), (100, 100, 64), (6400, 64, 1), None, id="a diagonal"),
+        pytest.param((R, H, H, H, H, D), (100, 4, 4, 4, 4, 64), (16384, 4096, 1024, 256, 64, 1), None, id="of six"),
+    ],
+)
+def test_which(idx: tuple[Expr, ...], shape: tuple, strides: tuple, found: BlockShape | None) -> None:
+    assert block_shape(idx, shape, strides, "bf16", SIDES, {ROW}) == found
+
+
+def test_which_sizes_given_at_launch() -> None:
+    length, stride, odd = size(0, 1, 100), size(1, 8, 800), size(2, 1, 800)
+    rows = Axis("i", 100, length)
+    idx, sides = (H, index(rows), D), {rows: 64, COLUMN: 64}
+    assert block_shape(idx, (4, length, 64), (stride, 64, 1), "bf16", sides, {rows}) is not None
+    assert block_shape(idx, (4, length, 64), (odd, 64, 1), "bf16", sides, {rows}) is None
+    assert block_shape(idx, (4, 100, 64), (stride, 64, 1), "bf16", sides, {rows}) is None
+
+
+def test_which_types_and_sides() -> None:
+    idx, shape, strides = PLAIN
+    assert block_shape(idx, shape, strides, "i32", SIDES, set()) is None
+    assert block_shape(idx, shape, strides, "bf16", {ROW: 512, COLUMN: 64}, set()) is None
+    assert block_shape(idx, shape, strides, "bf16", {ROW: 64, COLUMN: 8}, set()) is None
+    assert isinstance(PLUS, Op) and block_shape((H, PLUS, D), (4, 101, 64), strides, "bf16", SIDES, set()) is not None
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> list[Block]:
+    """Interpreted kernels gather what descriptors would be asked for."""
+    used: list[Block] = []
+    running: list[tile.Evaluator] = []
+    begin, look = tile.Evaluator.__init__, tile.Evaluator._block
+
+    def started(self: tile.Evaluator, operands: dict, *rest: object) -> None:
+        begin(self, operands, *rest)
+        self.blocks = Blocks({name: n for n, name in enumerate(operands)})
+
+    def looked(self: tile.Evaluator, *rest: object) -> Array | None:
+        running[:] = [self]
+        return look(self, *rest)
+
+    def gathered(number: int, first: list[Array], sides: tuple[int, int], dtype: object) -> Array:
+        (ev,) = running
+        block = ev.blocks.made[number]
+        used.append(block)
+        operand = [*ev.operands.values()][block.operand]
+        assert block.box[-2:] == sides and math.prod(block.box) == math.prod(sides)
+        offset, inside = jnp.zeros(sides, jnp.int64), jnp.ones(sides, bool)
+        for k, (d, at) in enumerate(zip(block.dims, first, strict=True), start=2 - len(block.dims)):
+            along = lax.broadcasted_iota(jnp.int32, sides, k) if k >= 0 else jnp.zeros(sides, jnp.int32)
+            here = along + at
+            inside &= (here >= 0) & (here < ev.number(operand.shape[d]))
+            offset += here.astype(jnp.int64) * ev.number(operand.strides[d])
+        offset = jnp.where(inside, offset, 0)
+        return plgpu.load(operand.ref.at[offset], mask=inside, other=jnp.zeros((), dtype))  # type: ignore
+
+    monkeypatch.setattr(tile.Evaluator, "__init__", started)
+    monkeypatch.setattr(tile.Evaluator, "_block", looked)
+    monkeypatch.setattr(tile, "block_load", gathered)
+    return used
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def by_positions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Operands [B, S, H, D], transposed by the program, and a tail of the keys left out."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k[:, :-3], v[:, :-3]))
+    return torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v
+
+
+def transposed_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Keys come as [B, H, D, S]."""
+    return torch.softmax(q @ k.mT.contiguous() - k.mT.square().sum(-2, True), -1) @ v
+
+
+@pytest.mark.parametrize(
+    "fn, shapes, blocks",
+    [
+        pytest.param(causal, [(2, 4, 50, 32), (2, 2, 50, 32), (2, 2, 50, 32)], 2, id="groups of heads"),
+        pytest.param(causal, [(1, 2, 64, 80), (1, 2, 64, 80), (1, 2, 64, 80)], 3, id="80 features"),
+        pytest.param(by_positions, [(2, 40, 2, 32), (2, 51, 2, 32), (2, 51, 2, 32)], 1, id="positions first"),
+        pytest.param(transposed_keys, [(1, 2, 40, 32)] * 3, 2, id="transposed keys"),
+    ],
+)
+def test_same_tiles(fn: Callable, shapes: list[tuple[int, ...]], blocks: int, emulated: list[Block]) -> None:
+    inputs = [torch.randn(shape) for shape in shapes]
+    run_and_check(fn, fl.compile(fn), inputs)
+    assert len({b.operand for b in emulated}) >= blocks, emulated
+
+
+def test_same_tiles_for_other_sizes(emulated: list[Block]) -> None:
+    compiled = fl.compile(causal)
+    for seq in (40, 56, 72, 33):
+        run_and_check(causal, compiled, [torch.randn(1, 2, seq, 32) for _ in range(3)])
+    assert emulated
+
+
+def test_in_triton_ir() -> None:
+    """Each load is Triton's own op, by a descriptor that the entry takes, and is loaded ahead of its use."""
+    ((plan, lower),) = kernels_of("vanilla", torch.bfloat16)
+    made = lower(plan)
+    assert [b.operand for b in made.blocks] == [0, 1, 2] and "elementwise_inline_asm" not in made.ttir
+    assert made.ttir.count("tt.descriptor_load") >= 3
+    assert Lowered.from_json(made.to_json()) == made
+    cubin = compile_ttir(simplified(made, 90), 90)
+    assert "cp.async.bulk.tensor" in cubin.asm["ptx"] and "cp.async.cg" not in cubin.asm["ptx"]
+    assert "async_tma_copy_global_to_local" in cubin.asm["ttgir"]
