@@ -88,7 +88,7 @@ def block_shape(
       sides: of the tile along its two axes.
       ragged: the axes that the tile may reach beyond; the load gives 0 there.
     """
-    if dtype not in BYTES:
+    if dtype not in BYTES or 0 in shape:
         return None
     along: dict[Axis, int] = {}
     single: list[int] = []

@@ -45,6 +45,7 @@ WHOLE = BlockShape((0, 1, 2), (ROW, COLUMN))
         pytest.param((H, PLUS, D), (4, 101, 64), (6464, 64, 1), None, id="rows from the second on"),
         pytest.param((H, TWICE, D), (4, 200, 64), (12800, 64, 1), None, id="every other row"),
         pytest.param((R, R, D), (100, 100, 64), (6400, 64, 1), None, id="a diagonal"),
+        pytest.param((H, R, D), (4, 0, 64), (64, 64, 1), None, id="no rows"),
         pytest.param((R, H, H, H, H, D), (100, 4, 4, 4, 4, 64), (16384, 4096, 1024, 256, 64, 1), None, id="of six"),
     ],
 )
