@@ -326,28 +326,29 @@ class DirectKernel:
     ) -> tuple[Fitted, _Launch]:
         """The kernel under the choice that is fastest of `tune`, or fits first; and its code."""
         from ..kernels.cubin import compile_kernel
-        from ..kernels.fit import fitting
+        from ..kernels.fit import by_addresses, fitting
 
         capability = _capability(index)
 
-        def made(plan: KernelPlan, count: int) -> list[tuple[Fitted, _Launch]]:
-            fits = fitting(plan, lambda p: _lowered(replace(kernel, plan=p), aligned, capability), capability, count)
-            return [(f, self._load(f.lowered, compile_kernel(f.lowered, capability), index)) for f in fits]
+        def lower(plan: KernelPlan) -> Lowered:
+            return _lowered(replace(kernel, plan=plan), aligned, capability)
 
-        def best(found: list[tuple[Fitted, _Launch]]) -> tuple[Fitted, _Launch]:
+        def loaded(made: Fitted) -> _Launch:
+            return self._load(made.lowered, compile_kernel(made.lowered, capability), index)
+
+        def best(found: Sequence[tuple[Fitted, _Launch]]) -> tuple[Fitted, _Launch]:
             if len(found) == 1:
                 return found[0]
             plans = [replace(kernel, plan=kernel.plan.with_choices(f.choices)) for f, _ in found]
             launches = [_given(v, general, own, index) for (_, v), general in zip(found, plans, strict=True)]
             return found[self._fastest(launches, operands, index)]
 
-        first = best(made(kernel.plan, tune))
-        if tune == 1 or not first[0].lowered.blocks:
-            return first
-        # Short loops, and those that wait for memory, may be faster by addresses.
-        plain = replace(kernel.plan, choices=replace(first[0].choices, blocks=False), others=())
-        with contextlib.suppress(Unsupported):
-            return best([*made(plain, tune), first])
+        first = best([(f, loaded(f)) for f in fitting(kernel.plan, lower, capability, tune)])
+        if tune > 1 and first[0].lowered.blocks:
+            # Short loops, and those that wait for memory, may be faster by addresses.
+            with contextlib.suppress(Unsupported):
+                plain = by_addresses(first[0], kernel.plan, lower, capability)
+                return best([(plain, loaded(plain)), first])
         return first
 
     def _fastest(self, launches: Sequence[_Launch], operands: Sequence[torch.Tensor], index: int) -> int:

@@ -29,11 +29,16 @@ TRIED, ENOUGH, LEAST = 0.7, 0.9, 96
 
 @dataclass(frozen=True)
 class Fitted:
-    """A kernel under one of its choices, compiled."""
+    """A kernel under one of its choices, compiled.
+
+    Attributes:
+      in_place: whether its products add to their accumulators in place (see `_forms`).
+    """
 
     choices: Choices
     lowered: Lowered
     cubin: Cubin
+    in_place: bool
 
 
 def fitting(
@@ -86,28 +91,50 @@ def _tried(
     """Choices and whether products add in place, compiled: in one way or two; or why not."""
 
     def one(candidate: tuple[Choices, bool]) -> tuple[Fitted, ...] | Unsupported:
-        choices, in_place = candidate
         try:
-            lowered = simplified(lower(choices), capability) if in_place else lower(choices)
-            cubin = compile_ttir(lowered, capability)
+            return _fitted(name, *candidate, lower, capability, enough)
         except Unsupported as refusal:
             return refusal
-        target = target_of(capability)
-        if cubin.shared > target.shared_bytes:
-            have = f"sm_{capability} has {target.shared_bytes}"
-            return Unsupported(name, f"{cubin.shared} bytes of shared memory, and {have}")
-        fitted = Fitted(choices, lowered, cubin)
-        tighter = _tighter(fitted, target, enough)
-        if tighter is None:
-            return (fitted,)
-        free = tighter.cubin.stack <= cubin.stack and tighter.lowered.registers >= ENOUGH * cubin.registers
-        return (tighter,) if free else (fitted, tighter)
 
     batch = list(batch)
     if len(batch) == 1:
         return [one(batch[0])]
     with ThreadPoolExecutor(len(batch)) as pool:
         return list(pool.map(one, batch))
+
+
+def _fitted(
+    name: str, choices: Choices, in_place: bool, lower: Callable[[Choices], Lowered], capability: int, enough: float
+) -> tuple[Fitted, ...]:
+    """One choice, compiled in one way or two.
+
+    Raises: Unsupported if it does not compile or takes too much shared memory.
+    """
+    lowered = simplified(lower(choices), capability) if in_place else lower(choices)
+    cubin = compile_ttir(lowered, capability)
+    target = target_of(capability)
+    if cubin.shared > target.shared_bytes:
+        have = f"sm_{capability} has {target.shared_bytes}"
+        raise Unsupported(name, f"{cubin.shared} bytes of shared memory, and {have}")
+    fitted = Fitted(choices, lowered, cubin, in_place)
+    tighter = _tighter(fitted, target, enough)
+    if tighter is None:
+        return (fitted,)
+    free = tighter.cubin.stack <= cubin.stack and tighter.lowered.registers >= ENOUGH * cubin.registers
+    return (tighter,) if free else (fitted, tighter)
+
+
+def by_addresses(made: Fitted, plan: KernelPlan, lower: Callable[[KernelPlan], Lowered], capability: int) -> Fitted:
+    """A kernel of `plan` that has blocks, without them.
+
+    Raises: Unsupported if it does not fit.
+    """
+    choices = replace(made.choices, blocks=False)
+    with off_the_terminal():
+        fits = _fitted(plan.name, choices, made.in_place, lambda c: lower(plan.with_choices(c)), capability, ENOUGH)
+    if fits[0].cubin.stack > max(SPILL, made.cubin.stack):
+        raise Unsupported(plan.name, "it spills by addresses")
+    return fits[0]
 
 
 def _forms(lowered: Lowered, capability: int, count: int) -> tuple[bool, ...]:
@@ -136,6 +163,6 @@ def _tighter(fitted: Fitted, target: Target, enough: float) -> Fitted | None:
         return None
     lowered = replace(fitted.lowered, registers=registers)
     try:
-        return Fitted(fitted.choices, lowered, compile_ttir(lowered, cubin.capability))
+        return replace(fitted, lowered=lowered, cubin=compile_ttir(lowered, cubin.capability))
     except Unsupported:  # some matrix instructions want more
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
@@ -17,6 +18,7 @@ import fl_pallas as fl
 from fl_pallas.kernels import tile
 from fl_pallas.kernels.blocks import Block, Blocks, BlockShape, block_shape
 from fl_pallas.kernels.cubin import compile_ttir, simplified
+from fl_pallas.kernels.fit import by_addresses, fitting
 from fl_pallas.kernels.lower import Lowered
 from fl_pallas.schedule.expr import Axis, Expr, Op, const, index, raw_op, size
 from tests.kernels.test_cubins import kernels_of
@@ -153,3 +155,12 @@ def test_in_triton_ir() -> None:
     cubin = compile_ttir(simplified(made, 90), 90)
     assert "cp.async.bulk.tensor" in cubin.asm["ptx"] and "cp.async.cg" not in cubin.asm["ptx"]
     assert "async_tma_copy_global_to_local" in cubin.asm["ttgir"]
+
+
+def test_by_addresses_alone() -> None:
+    """Tuning compares the winner with the same kernel without blocks."""
+    ((plan, lower),) = kernels_of("vanilla", torch.bfloat16)
+    (first,) = fitting(plan, lower, 90)
+    plain = by_addresses(first, plan, lower, 90)
+    assert first.lowered.blocks and not plain.lowered.blocks and "tt.descriptor_load" not in plain.lowered.ttir
+    assert replace(plain.choices, blocks=True) == first.choices and plain.in_place == first.in_place
