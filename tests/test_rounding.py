@@ -85,3 +85,28 @@ def test_differences_in_32_bits(dtype: torch.dtype, exponent: str) -> None:
         text = fl.explain(attention, q, k, v).ir("plan")
     (line,) = (t for t in text.splitlines() if "exp2(" in t and "old" not in t)
     assert exponent in line
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    scores = q @ k.mT / 4
+    p = (scores - scores.amax(-1, keepdim=True)).exp()
+    p = p / p.sum(-1, keepdim=True)
+    return p @ v, p
+
+
+def with_a_sink(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """As GPT-OSS has it: a logit of zero that takes weight, and the maximum taken off before the softmax."""
+    scores = torch.cat([q @ k.mT / 4, q.new_zeros(*q.shape[:-1], 1)], -1)
+    p = (scores - scores.amax(-1, keepdim=True)).softmax(-1)[..., :-1]
+    return p @ v, p
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fn", [by_hand, with_a_sink])
+def test_a_maximum_between_kernels(fn: Callable, dtype: torch.dtype, device: torch.device) -> None:
+    """Weights that are returned need it before a kernel of their own: in the 32 bits that the row's sum is about."""
+    inputs = draw(*[(2, 2, 40, 16)] * 3, dtype=dtype, device=device)
+    q, k, v = 2 * inputs[0], 2 * inputs[1], inputs[2]
+    compiled = fl.compile(fn)
+    check(fn, [q, k, v], compiled(q, k, v))
+    check_gradients(fn, compiled, [q, k, v])

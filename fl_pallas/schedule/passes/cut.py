@@ -15,6 +15,8 @@ from .stream import MAX_COVERED, parallel_axes, streamed
 # A part of a sum is stored, and not computed again, where it is up to so many times as large as what it reads: that of
 # each position of a table, for each row, where rows have fewer features.
 MAX_GROWTH = 8
+# Results are stored in the user's 16 bits where there are more of them than one for so many elements of an operand.
+LARGE = 2
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,10 @@ def cut(fused: Fused, name: str) -> tuple[Fused, ...]:
             label = f"{name}_t{sum(len(k.outputs) for k in kernels) + len(outputs)}"
             own = {a: Axis(f"x{n}", a.extent) for n, a in enumerate(shape)}
             expr = substitute(c.node, {a: index(b) for a, b in own.items()})
-            # Part of a longer sum is kept as that sum is, in 32 bits at least.
-            dtype = compute_dtype([c.node.dtype]) if _is_part(fused, c.node) else c.node.dtype
+            # A maximum and the sum about it have to agree, and part of a longer sum is kept as that sum is: in 32 bits
+            # at least, but for what is as large as an operand.
+            small = not _is_larger_than_read(c.node, 1 / LARGE)
+            dtype = compute_dtype([c.node.dtype]) if small or _is_part(fused, c.node) else c.node.dtype
             outputs.append(Output(label, tuple(own.values()), dtype, expr))
             replaced[c.node] = load(label, tuple(index(a) for a in shape), dtype)
         kernels += cut(Fused(tuple(outputs)), f"{name}_c{len(kernels)}")
@@ -149,11 +153,11 @@ def _is_short_and_wide(r: Reduce) -> bool:
     return r.axis.extent * max(n.axis.extent for n in reductions(r.body)) <= MAX_COVERED and _is_larger_than_read(r)
 
 
-def _is_larger_than_read(r: Reduce, times: int = 1) -> bool:
+def _is_larger_than_read(r: Reduce, times: float = 1) -> bool:
     return is_larger_than(r, loads(r.body), times)
 
 
-def is_larger_than(r: Reduce, read: list[Load], times: int = 1) -> bool:
+def is_larger_than(r: Reduce, read: list[Load], times: float = 1) -> bool:
     """Whether a reduction has more results than so many times the elements of each of the loads."""
     most = max((math.prod(a.extent for i in n.index for a in free_axes(i)) for n in read), default=0)
     return math.prod(a.extent for a in free_axes(r)) > times * most

@@ -11,6 +11,7 @@ from ..build import substitute
 from ..dtype import is_float
 from ..expr import Axis, Index, Load, Op, const, free_axes, loads, reductions, walk
 from ..program import Program, Value, depends
+from .resolve_views import root_of
 
 # A contraction with a weight longer than this is a projection even if its result is coupled.
 MAX_WEIGHT_CONTRACTION = 256
@@ -226,8 +227,14 @@ def _weighing(program: Program, seed: Seed, seeds: list[Seed]) -> list[str]:
 
 
 def given_or_returned(program: Program, apart: frozenset[str] = frozenset()) -> int:
-    """Elements of the largest value that the program is given or returns, `apart` from some of its outputs."""
-    around = (v.numel for v in program.values if v.op == "input" or v.name in {*program.outputs} - apart)
+    """Elements of the largest value that the program is given or returns, `apart` from some of its outputs.
+
+    Of what is returned by halves and more (weights without those of a sink), all of it counts: it is stored as a whole.
+    """
+    around = [v.numel for v in program.values if v.op == "input"]
+    for name in {*program.outputs} - apart:
+        own, whole = (program.by_name[n].numel for n in (name, root_of(program, name)))
+        around.append(whole if whole <= 2 * own else own)
     return max(around, default=0)
 
 
