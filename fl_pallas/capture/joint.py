@@ -23,6 +23,7 @@ from ..schedule.expr import Expr, load, loads
 from ..schedule.passes.keep import Kept
 from ..schedule.program import Program, Value, left_to_pytorch
 from .aten import OpenAttention
+from .distribute import distribute
 from .drawn import Inner, give_back
 from .narrow import narrow
 from .positions import by_position
@@ -145,6 +146,7 @@ def differentiable(
         returned = num_fwd_outputs
         with unset_fake_temporarily():
             narrow(joint)
+            distribute(joint)
             results, _ = _outputs(joint, num_fwd_outputs)
             give_back(joint, lambda p: inner(replace(p, outputs=tuple(n for n in results if n in p.by_name))))
             program = left_to_pytorch(translate(joint), left)

@@ -95,6 +95,8 @@ def grow_regions(program: Program) -> Growth:
         blocker = _grow(program, seed)
         free = _narrowed(program, seed) if blocker else None
         tried.append((free, None) if free else (seed, blocker))
+    products = [seed for seed, why in tried if why is None and not is_outer(seed.value)]
+    tried = [(seed, why) for seed, why in tried if not _is_led_into(program, seed, products)]
     covered: set[str] = set()
     for seed, blocker in tried:
         if blocker is not None and seed.value.projection:
@@ -307,6 +309,30 @@ def _covers(program: Program, seed: Seed, other: Seed) -> bool:
     apart = (program.by_name[m] for m in other.members.keys() - seed.members.keys())
     alone = {v.name for v in apart if v.expr is not None and reductions(v.expr)}
     return all(depends(program, {m}, {seed.value.name}) for m in alone)
+
+
+def _is_led_into(program: Program, seed: Seed, products: list[Seed]) -> bool:
+    """Whether `seed`, of tensors put together element by element, comes that way to large values of products, and to
+    nothing else: their regions take it like a mask, each by itself.
+
+    So does a bias of a table and of padding, which several layers add.
+    """
+    if not is_outer(seed.value):
+        return False
+    large = set[str]().union(*(s.large for s in products))
+    stack, met = [seed.value.name], False
+    while stack:
+        name = stack.pop()
+        if name in program.outputs:
+            return False
+        for u in (program.by_name[user] for user in program.users[name]):
+            if u.expr is None or reductions(u.expr):
+                return False
+            if u.name in large:
+                met = True
+            else:
+                stack.append(u.name)
+    return met
 
 
 def _add_member(program: Program, v: Value, seed: Seed) -> bool:

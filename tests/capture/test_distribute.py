@@ -1,0 +1,95 @@
+"""A bias that layers share: each layer's kernels take it by themselves, and its gradient is summed layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fl_pallas as fl
+from tests.oracle import check, check_gradients
+from tests.unrun import unrun
+
+SEQ, HEADS, WIDTH = 48, 2, 16
+
+
+def draw(device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Positions, projections, a table of relative positions, a mask of padding."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, table = (
+        torch.randn(s, generator=generator) for s in ((2, SEQ, 2 * WIDTH), (3, 2 * WIDTH, 2 * WIDTH), (15, HEADS))
+    )
+    mask = torch.zeros(2, 1, 1, SEQ)
+    mask[1, ..., -5:] = -1e9
+    return [t.to(dtype).to(device) for t in (x, w / 8, table, mask)]
+
+
+def encoder(layers: int, bias_of: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Layers of attention that all add one bias, as T5's do."""
+
+    def run(x: Tensor, w: Tensor, table: Tensor, mask: Tensor) -> Tensor:
+        bias = bias_of(table, mask)
+        for _ in range(layers):
+            h = F.layer_norm(x, [x.shape[-1]])
+            q, k, v = ((h @ p).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for p in w)
+            x = x + ((q @ k.mT / 4 + bias).softmax(-1) @ v).transpose(1, 2).flatten(2)
+        return x
+
+    return run
+
+
+def relative(table: Tensor, _: Tensor) -> Tensor:
+    i = torch.arange(SEQ, device=table.device)
+    d = (i - i[:, None]).clamp(-7, 7) + 7
+    return table[d].permute(2, 0, 1)[None]
+
+
+def padded(table: Tensor, mask: Tensor) -> Tensor:
+    return relative(table, mask) + mask
+
+
+def causal(_: Tensor, mask: Tensor) -> Tensor:
+    i = torch.arange(SEQ, device=mask.device)
+    return torch.zeros(SEQ, SEQ, device=mask.device).masked_fill(i > i[:, None], -1e9) + mask
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+@pytest.mark.parametrize("bias", [relative, padded, causal])
+def test_each_layer_is_a_kernel(bias: Callable, layers: int, device: torch.device) -> None:
+    with unrun(), torch.no_grad():
+        assert fl.explain(encoder(layers, bias), *draw(device)).kernel_count == layers
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+@pytest.mark.parametrize("bias", [relative, padded])
+def test_nothing_is_stored_for_each_pair(bias: Callable, layers: int, device: torch.device) -> None:
+    inputs = [t.requires_grad_(n < 3) for n, t in enumerate(draw(device))]
+    with unrun():
+        made = fl.explain(encoder(layers, bias), *inputs)
+    assert not made.fallbacks
+    stored = [s for graph in made.graphs for plan in graph.kernels for s in plan.stores]
+    assert stored and not [s for s in stored if s.shape.count(SEQ) > 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [relative, padded])
+def test_gradients(bias: Callable, dtype: torch.dtype, device: torch.device) -> None:
+    fn = encoder(2, bias)
+    inputs = draw(device, dtype)
+    compiled = fl.compile(fn)
+    check(fn, inputs, compiled(*inputs))
+    check_gradients(fn, compiled, inputs)
+
+
+def test_what_is_read_otherwise_stays(device: torch.device) -> None:
+    """The sum of two layers' gradients is wanted itself: of a bias with a batch of its own."""
+
+    def run(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        return encoder(2, lambda b, _: b)(x, w, bias, bias)
+
+    x, w, *_ = draw(device)
+    bias = torch.randn(2, HEADS, SEQ, SEQ, generator=torch.Generator().manual_seed(1)).to(device)
+    check_gradients(run, fl.compile(run), [x, w, bias])
