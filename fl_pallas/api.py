@@ -13,9 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._C._functorch import maybe_current_level as functorch_level
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
@@ -50,6 +52,8 @@ MAX_SPECIALISATIONS = 256
 RECOMPILE_LIMIT = 1024
 # Python's limit of recursion while expressions are planned.
 DEPTH = 10_000
+
+TRANSFORMED = "kernels have no rules for torch.func's transforms and for forward-mode derivatives"
 
 _warned: set[tuple] = set()
 
@@ -125,8 +129,8 @@ def _compiled(fn: Any, backend: Backend, dynamic: bool | None = None) -> Any:
     options: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT} if _has_recompile_limit() else {}
     inner = torch.compile(fn, backend=backend, dynamic=dynamic, **options)
     if isinstance(fn, torch.nn.Module):
-        return _Compiled(inner._orig_mod, inner.dynamo_ctx)
-    call = functools.wraps(fn)(_guarded(inner))
+        return _Compiled(inner._orig_mod, inner.dynamo_ctx, backend)
+    call = functools.wraps(fn)(_guarded(inner, fn, backend))
     call.__fl_original__ = fn  # type: ignore[attr-defined]
     return call
 
@@ -142,13 +146,18 @@ def _has_recompile_limit() -> bool:
     return known
 
 
-def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded(call: Callable[..., Any], plain: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    """`call` with errors of ours; where a transform of PyTorch would see through, `plain`, of which it is made."""
     apart = torch.compiler.disable(call)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             # A torch.compile around us would take our function into its own graph, and our kernels would go.
             return apart(*args, **kwargs)
+        if functorch_level() is not None or forward_ad._current_level >= 0:
+            # TorchDynamo would leave the function out here, and ever after; tangents would be lost.
+            _report(Fallback(_name_of(plain), TRANSFORMED, None, 0), config.merged(**backend.given))
+            return plain(*args, **kwargs)
         try:
             try:
                 return call(*args, **kwargs)
@@ -172,9 +181,17 @@ def _guarded(call: Callable[..., Any]) -> Callable[..., Any]:
 class _Compiled(OptimizedModule):
     """A compiled module whose errors, and whose copies' errors, are ours."""
 
+    def __init__(self, module: torch.nn.Module, context: Any, backend: Backend | None = None):
+        self.__dict__["backend"] = backend or Backend({})  # set as attributes are, it would be the module's
+        super().__init__(module, context)
+
     def _initialize(self) -> None:
         super()._initialize()
-        self.forward = _guarded(self.forward)
+        self.forward = _guarded(self.forward, self._orig_mod, self.__dict__["backend"])
+
+
+def _name_of(fn: Any) -> str:
+    return getattr(fn, "__qualname__", type(fn).__name__)
 
 
 def _reason(text: str) -> str:

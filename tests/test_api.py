@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.convert_frame import compile_lock
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fl_pallas as fl
@@ -1262,3 +1263,38 @@ def test_positions_of_a_gather_are_computed_inside() -> None:
     (graph,) = fl.explain(gathered, *qkv(100), torch.randn(32, 16)).graphs
     assert len(graph.kernels) == 1
     assert not any("clamp" in name for name, _ in graph.left)
+
+
+@pytest.mark.parametrize("kind", ["function", "module"])
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "dual"])
+def test_transforms(kind: str, transform: str, unwarned: None, device: torch.device) -> None:
+    """They see through PyTorch's own operations alone: it computes, and says so; plain calls after it are fused."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT / 4).softmax(-1) @ v
+
+    class Attention(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q, k, v)
+
+    def transformed(fn: Callable[..., Tensor]) -> Tensor:
+        if transform == "grad":
+            return torch.func.grad(lambda x: fn(x, k, v).sum())(q)
+        if transform == "vmap":
+            return torch.func.vmap(fn)(q, k, v)
+        if transform == "jvp":
+            return torch.func.jvp(lambda x: fn(x, k, v), (q,), (k,))[1]
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(fn(forward_ad.make_dual(q, k), k, v)).tangent
+            assert tangent is not None
+            return tangent.clone()
+
+    q, k, v = (torch.randn(2, 40, 16, device=device) for _ in range(3))
+    compiled = fl.compile(attention if kind == "function" else Attention())
+    with pytest.warns(fl.FallbackWarning, match="transforms"):
+        found = transformed(compiled)
+    torch.testing.assert_close(found, transformed(attention))
+    assert fl.explain(compiled, q, k, v).kernel_count == 1
+    torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
+    with pytest.raises(fl.Unsupported, match="transforms"):
+        transformed(fl.compile(attention, fallback="error"))
