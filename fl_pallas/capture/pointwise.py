@@ -221,7 +221,7 @@ def _hard_sigmoid(f: Arith, x: Expr) -> Expr:
 
 
 _SAME_NAME = (
-    "sqrt rsqrt exp exp2 expm1 log log2 log1p sin cos tan tanh sigmoid erf floor ceil trunc neg abs sign"
+    "sqrt rsqrt exp exp2 expm1 log log2 log1p sin cos tan asin acos atan tanh sigmoid erf floor ceil trunc neg abs sign"
 ).split()  # fmt: skip
 
 RULES: dict[Any, Callable[..., Any]] = {
@@ -283,6 +283,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.addcdiv: arithmetic(lambda f, x, a, b, value=1: f("add", x, f("mul", f("div", a, b), value))),
     aten.logaddexp: arithmetic(_log_add_exp),
     aten.hypot: arithmetic(lambda f, a, b: f("sqrt", f("add", f("mul", a, a), f("mul", b, b)))),
+    aten.atan2: arithmetic(_op("atan2")),
     aten.xlogy: arithmetic(_x_log_y),
     aten.nan_to_num: arithmetic(_nan_to_num),
     aten.where.self: _where,

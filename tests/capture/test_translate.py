@@ -76,8 +76,9 @@ T4 = x64(2, 3, 4, 6)
 UNARY = {
     name: getattr(torch, name)
     for name in (
-        "sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan tanh sigmoid erf floor ceil trunc round neg abs "
-        "sign sgn reciprocal square frac relu sinh cosh asinh acosh atanh isnan isinf isfinite nan_to_num positive"
+        "sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan tanh sigmoid erf floor ceil trunc "
+        "round neg abs sign sgn reciprocal square frac relu sinh cosh asinh acosh atanh isnan isinf isfinite "
+        "nan_to_num positive"
     ).split()
 } | {
     name: getattr(F, name)
@@ -104,6 +105,7 @@ POINTWISE = {
     "float_mod": lambda: (lambda a, b: (a % b, torch.fmod(a, b), a // b), X, Y),
     "int_div_tensor": lambda: (lambda a, b: a // b, INT, INT + 20),
     "pow": lambda: (lambda a: (a**2, a**3, a**4, a**-1, a**-2, a**5, a**1, a**0), X),
+    "atan2": lambda: (lambda a, b: torch.atan2(a, b), X, Y),
     "pow_half": lambda: (lambda a: (a**0.5, a**-0.5, a**1.7), X.abs() + 0.1),
     "pow_tensor": lambda: (lambda a, b: (a**b, 2.0**b), X.abs(), Y),
     "pow_int": lambda: (lambda a: (a**2, a**3), INT),

@@ -80,6 +80,12 @@ def sigmoid_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.sigmoid(_scores(q, k) - torch.log(n)).masked_fill(~_causal(q, k), 0.0) @ v
 
 
+def yoso(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """YOSO's expectation: how often two random hyperplanes put query and key on one side."""
+    cosine = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
+    return F.normalize((1 - torch.acos(0.99 * cosine) / math.pi) ** 4 @ v, dim=-1)
+
+
 def squared_relu(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Primer / FLASH: relu(s)^2 / n, no row normaliser."""
     return (F.relu(_scores(q, k)) ** 2 / k.shape[-2]) @ v
@@ -195,6 +201,7 @@ CASES = (
     Case("sink", sink, qkv_and(lambda g: g.normal(2), b=2)),
     Case("sigmoid", sigmoid, qkv(d=32)),
     Case("sigmoid_causal", sigmoid_causal, qkv()),
+    Case("yoso", yoso, qkv()),
     Case("squared_relu", squared_relu, qkv()),
     Case("relu_normalised", relu_normalised, _on_a_grid),
     Case("softplus_normalised", softplus_normalised, qkv()),

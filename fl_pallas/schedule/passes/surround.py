@@ -131,7 +131,8 @@ def _read_along(v: Value, readers: list[Value], sides: AllSides) -> tuple[frozen
 
 
 _COSTS = {
-    "select": 4, "exp": 2, "log": 2, "tanh": 4, "sigmoid": 3, "sin": 4, "cos": 4, "pow": 4, "erf": 4, "uniform": 20,
+    "select": 4, "exp": 2, "log": 2, "tanh": 4, "sigmoid": 3, "sin": 4, "cos": 4, "tan": 4, "asin": 4,
+    "acos": 4, "atan": 4, "atan2": 4, "pow": 4, "erf": 4, "uniform": 20,
 }  # fmt: skip
 
 
