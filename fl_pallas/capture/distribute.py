@@ -24,6 +24,7 @@ _SCALES = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 _PUTS = {aten.index_put.default, aten._unsafe_index_put.default}
 # Of their argument, these take the shape alone.
 _SHAPES = {aten.new_zeros.default, aten.zeros_like.default, aten.new_full.default, aten.full_like.default}
+_ELEMENTWISE = {aten._softmax.default, aten._softmax_backward_data.default}
 # Products with a weight: what they lie between are layers.
 _LAYERS = {aten.mm.default, aten.addmm.default, aten.linear.default}
 
@@ -99,8 +100,8 @@ def _is_zero(node: Node) -> bool:
 
 
 def _wait(a: Node, b: Node) -> bool:
-    """Whether one of two tensors waits for a product with a weight of what the other sums."""
-    return any(_reaches(o, y) for x, y in ((a, b), (b, a)) for o in _origins(x))
+    """Whether one of two tensors waits for a product with a weight of the scores that the other sums."""
+    return any(_reaches(o, y) for x, y in ((a, b), (b, a)) for o in _origins(x) if _is_of_scores(o))
 
 
 def _origins(node: Node) -> list[Node]:
@@ -108,6 +109,22 @@ def _origins(node: Node) -> list[Node]:
     if node.target in _SUMS | _MOVES or _terms(node) is not None:
         return [o for n in node.all_input_nodes for o in _origins(n)]
     return [node]
+
+
+def _is_of_scores(node: Node) -> bool:
+    """Whether a tensor is made, element by element, of a product of two tensors that a batch does not share.
+
+    What layers hand on (the gradient of embeddings) is made of products with weights.
+    """
+    stack, seen = [node], {node}
+    while stack:
+        n = stack.pop()
+        if n.target is aten.bmm.default:
+            return True
+        if n.target in _MOVES or n.target in _ELEMENTWISE or torch.Tag.pointwise in getattr(n.target, "tags", ()):
+            stack += {*n.all_input_nodes} - seen
+            seen |= {*n.all_input_nodes}
+    return False
 
 
 def _reaches(source: Node, goal: Node) -> bool:

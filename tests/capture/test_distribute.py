@@ -93,3 +93,19 @@ def test_what_is_read_otherwise_stays(device: torch.device) -> None:
     x, w, *_ = draw(device)
     bias = torch.randn(2, HEADS, SEQ, SEQ, generator=torch.Generator().manual_seed(1)).to(device)
     check_gradients(run, fl.compile(run), [x, w, bias])
+
+
+def test_what_layers_hand_on_stays_whole(device: torch.device) -> None:
+    """The gradient of embeddings is put into their table once, and not for each layer."""
+
+    def run(table: Tensor, w: Tensor, tokens: Tensor) -> Tensor:
+        return encoder(3, causal)(table[tokens], w, table, torch.zeros(2, 1, 1, SEQ, device=table.device))
+
+    _, w, *_ = draw(device)
+    generator = torch.Generator().manual_seed(2)
+    table = torch.randn(50, 2 * WIDTH, generator=generator).to(device).requires_grad_()
+    tokens = torch.randint(50, (2, SEQ), generator=generator).to(device)
+    with unrun():
+        made = fl.explain(run, table, w.requires_grad_(), tokens)
+    puts = [n for graph in made.graphs for name, n in graph.left if name.startswith("aten.index_put")]
+    assert puts == [1]
