@@ -7,6 +7,8 @@ up.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -78,6 +80,10 @@ def _is_linear(user: Node, read: list[Node]) -> bool | None:
         return None
     (source,) = read
     target, args = user.target, user.args
+    if target is aten.where.self:
+        return None if args[0] is source or not any(isinstance(a, Node) and _is_zero(a) for a in args[1:]) else False
+    if target is aten.masked_fill.Scalar:
+        return False if args[0] is source and args[2] == 0 else None
     uses = sum(a is source for a in args)
     if target in _PUTS:
         put, _, values, *accumulate = args
@@ -95,8 +101,14 @@ def _is_zero(node: Node) -> bool:
     """Whether a tensor is made of nothing but zeros."""
     if node.target in (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default):
         return True
-    filled = node.target in (aten.full.default, aten.full_like.default, aten.new_full.default)
-    return filled and isinstance(node.args[1], (int, float)) and node.args[1] == 0
+    fills: dict[Any, int] = {
+        aten.scalar_tensor.default: 0,
+        aten.full.default: 1,
+        aten.full_like.default: 1,
+        aten.new_full.default: 1,
+    }
+    value: Any = node.args[fills[node.target]] if node.target in fills else None
+    return isinstance(value, (int, float)) and value == 0
 
 
 def _wait(a: Node, b: Node) -> bool:

@@ -51,6 +51,11 @@ def padded(table: Tensor, mask: Tensor) -> Tensor:
     return relative(table, mask) + mask
 
 
+def masked(table: Tensor, mask: Tensor) -> Tensor:
+    i = torch.arange(SEQ, device=mask.device)
+    return relative(table, mask).masked_fill(i > i[:, None], float("-inf"))
+
+
 def causal(_: Tensor, mask: Tensor) -> Tensor:
     i = torch.arange(SEQ, device=mask.device)
     return torch.zeros(SEQ, SEQ, device=mask.device).masked_fill(i > i[:, None], -1e9) + mask
@@ -64,7 +69,7 @@ def test_each_layer_is_a_kernel(bias: Callable, layers: int, device: torch.devic
 
 
 @pytest.mark.parametrize("layers", [2, 3])
-@pytest.mark.parametrize("bias", [relative, padded])
+@pytest.mark.parametrize("bias", [relative, padded, masked])
 def test_nothing_is_stored_for_each_pair(bias: Callable, layers: int, device: torch.device) -> None:
     inputs = [t.requires_grad_(n < 3) for n, t in enumerate(draw(device))]
     with unrun():
