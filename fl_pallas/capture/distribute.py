@@ -24,8 +24,6 @@ _MOVES = {
 }  # fmt: skip
 _SCALES = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 _PUTS = {aten.index_put.default, aten._unsafe_index_put.default}
-# Of their argument, these take the shape alone.
-_SHAPES = {aten.new_zeros.default, aten.zeros_like.default, aten.new_full.default, aten.full_like.default}
 _ELEMENTWISE = {aten._softmax.default, aten._softmax_backward_data.default}
 # Products with a weight: what they lie between are layers.
 _LAYERS = {aten.mm.default, aten.addmm.default, aten.linear.default}
@@ -37,7 +35,7 @@ def distribute(gm: GraphModule) -> None:
     Args:
       gm: an ATen graph with every result in `meta["val"]`.
     """
-    for node in [n for n in reversed(gm.graph.nodes) if _terms(n)]:
+    for node in reversed([*gm.graph.nodes]):
         terms = _terms(node)
         if terms is not None and (found := _summed(node)) and _wait(*terms):
             _apart(gm, node, terms, found)
@@ -57,11 +55,11 @@ def _terms(node: Node) -> tuple[Node, Node] | None:
 def _summed(node: Node) -> list[Node]:
     """All that is linear in a node, in order, if nothing else reads it, and each way from it ends behind a sum."""
     found: dict[Node, bool] = {node: False}
-    shapes: set[Node] = set()
+    zeros: set[Node] = set()
     for user in _after(node):
-        read = [n for n in user.all_input_nodes if n in found and n not in shapes]
-        if read and user.target in _SHAPES:
-            shapes.add(user)
+        read = [n for n in user.all_input_nodes if n in found and n not in zeros]
+        if read and _is_zero(user):
+            zeros.add(user)  # it takes the shape alone
             found[user] = True
         elif read and user.op == "call_function" and (sums := _is_linear(user, read)) is not None:
             found[user] = sums or found[read[0]]

@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fl_pallas as fl
+from fl_pallas.capture.distribute import distribute
 from tests.oracle import check, check_gradients
 from tests.unrun import unrun
 
@@ -114,3 +116,21 @@ def test_what_layers_hand_on_stays_whole(device: torch.device) -> None:
         made = fl.explain(run, table, w.requires_grad_(), tokens)
     puts = [n for graph in made.graphs for name, n in graph.left if name.startswith("aten.index_put")]
     assert puts == [1]
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0])
+def test_what_takes_the_shape_alone(value: float) -> None:
+    """The graph computes what it did before, also where something is made of the sum's shape."""
+
+    def run(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        first = x @ x.mT
+        second = (first.sum(0) @ w).expand_as(first) * first
+        total = first + second
+        return total.sum(0), torch.full_like(total, value)
+
+    x, w = torch.randn(2, 5, 5), torch.randn(5, 5)
+    gm = make_fx(run, tracing_mode="fake")(x, w)
+    before = str(gm.graph)
+    distribute(gm)
+    assert (str(gm.graph) == before) == (value != 0)
+    torch.testing.assert_close(gm(x, w), run(x, w))
