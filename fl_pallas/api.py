@@ -181,9 +181,12 @@ def _guarded(call: Callable[..., Any], plain: Callable[..., Any], backend: Backe
 class _Compiled(OptimizedModule):
     """A compiled module whose errors, and whose copies' errors, are ours."""
 
-    def __init__(self, module: torch.nn.Module, context: Any, backend: Backend | None = None):
-        self.__dict__["backend"] = backend or Backend({})  # set as attributes are, it would be the module's
+    def __init__(self, module: torch.nn.Module, context: Any, backend: Backend):
+        self.__dict__["backend"] = backend  # set as attributes are, it would be the module's
         super().__init__(module, context)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._orig_mod, self.dynamo_ctx, self.__dict__["backend"])
 
     def _initialize(self) -> None:
         super()._initialize()

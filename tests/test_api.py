@@ -1296,5 +1296,6 @@ def test_transforms(kind: str, transform: str, unwarned: None, device: torch.dev
     torch.testing.assert_close(found, transformed(attention))
     assert fl.explain(compiled, q, k, v).kernel_count == 1
     torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
+    strict = fl.compile(attention if kind == "function" else Attention(), fallback="error")
     with pytest.raises(fl.Unsupported, match="transforms"):
-        transformed(fl.compile(attention, fallback="error"))
+        transformed(copy.deepcopy(strict))

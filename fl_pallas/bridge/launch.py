@@ -228,7 +228,7 @@ class DirectKernel:
         if version.moved:
             operands = _moved(operands, version.moved, version.device)
             pointers = [t.data_ptr() for t in operands]
-        index: int = version.device.index  # type: ignore[assignment]
+        index = version.device.index
         if torch.cuda.current_device() == index:
             return self._launched(version, index, pointers)
         with torch.cuda.device(index):

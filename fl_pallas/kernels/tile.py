@@ -343,7 +343,7 @@ class Evaluator:
         terms, constant = linear(i)
         at = jnp.int32(constant)
         for t, k in terms.items():
-            first = self.eval(t).array if not self.wide(free_axes(t)) else self.start(t.axis)  # type: ignore[union-attr]
+            first = self.start(t.axis) if isinstance(t, Index) else self.eval(t).array
             at = at if first is None else at + first.astype(jnp.int32) * jnp.int32(k)
         return at
 

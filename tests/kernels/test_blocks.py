@@ -100,7 +100,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[Block]:
             inside &= (here >= 0) & (here < ev.number(operand.shape[d]))
             offset += here.astype(jnp.int64) * ev.number(operand.strides[d])
         offset = jnp.where(inside, offset, 0)
-        return plgpu.load(operand.ref.at[offset], mask=inside, other=jnp.zeros((), dtype))  # type: ignore
+        return plgpu.load(operand.ref.at[offset], mask=inside, other=jnp.zeros((), dtype))
 
     monkeypatch.setattr(tile.Evaluator, "__init__", started)
     monkeypatch.setattr(tile.Evaluator, "_block", looked)

@@ -293,22 +293,9 @@ def _products(loop: Loop, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int
 
 # Operations that take a dozen instructions, and registers for them.
 COSTLY = (
-    "exp",
-    "tanh",
-    "sigmoid",
-    "log",
-    "sin",
-    "cos",
-    "tan",
-    "asin",
-    "acos",
-    "atan",
-    "atan2",
-    "pow",
-    "erf",
-    "log1p",
+    "exp", "tanh", "sigmoid", "log", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "pow", "erf", "log1p",
     "expm1",
-)
+)  # fmt: skip
 
 
 def _loaded(n: Load, tiles: dict[Axis, int]) -> int:
