@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from .bridge.autograd import differentiated
 from .bridge.dlpack import DlpackKernel, float32_products
 from .bridge.launch import DirectKernel, Family, unavailable
+from .bridge.rest import compile_rest
 from .bridge.splice import RegionRunner, splice
 from .capture import translate
 from .capture.aten import mutates_inputs, to_aten
@@ -65,6 +66,7 @@ def compile(
     road: str | None = None,
     interpret: bool | None = None,
     tune: int | None = None,
+    rest: str | None = None,
     dynamic: bool | None = None,
 ) -> Any:
     """Compile a function, method or nn.Module: fused kernels where its algebra allows, PyTorch elsewhere.
@@ -78,16 +80,18 @@ def compile(
       interpret: run kernels in Pallas's interpreter; by default only for CPU tensors.
       tune: how many choices of tiles, warps and stages are compiled and timed by the first call; 0 takes
         the model's pick.
+      rest: who computes what no kernel does: "inductor" (PyTorch's compiler, for fixed shapes), "eager", or "auto":
+        Inductor on GPUs.
       dynamic: as torch.compile's: whether TorchDynamo takes sizes for variables from the first call on; False: never,
         None: those that change.
-      The first four, where None, follow `fl.config` when a graph is compiled.
+      The first five, where None, follow `fl.config` when a graph is compiled.
 
     Returns: a callable with the same arguments and results as `fn`.
 
     Raises: ConfigError for a setting that is not allowed. Calls of the result raise InputError for
       arguments that PyTorch would refuse.
     """
-    given = {"fallback": fallback, "road": road, "interpret": interpret, "tune": tune}
+    given = {"fallback": fallback, "road": road, "interpret": interpret, "tune": tune, "rest": rest}
     config.merged(**given)
     if fn is None:
         return lambda f: compile(f, dynamic=dynamic, **given)
@@ -428,7 +432,8 @@ class _Specialised:
         history: list[Stage] = []
         found: list[Fallback] = []
         made = _scheduled(aten, args, self.settings, history, known)
-        run, made, left = _realised(aten, made, args, self.settings, self.family, found)
+        rest = self.fixed and _has_inductor(_device(args), self.settings)
+        run, made, left = _realised(aten, made, args, self.settings, self.family, found, rest)
         self._tell(Graph(made, tuple(found), tuple(history), tuple(sorted(left.items())), name))
         return run or otherwise.forward, made
 
@@ -497,8 +502,11 @@ def _realised(
     settings: Config,
     family: Family,
     found: list[Fallback],
+    rest: bool,
 ) -> tuple[Callable[..., Any] | None, Schedule, Counter[str]]:
-    """The graph with kernels in it (None if there are none), what was scheduled, and what PyTorch still does."""
+    """The graph with kernels in it (None if there are none), what was scheduled, and what PyTorch still does: by
+    functions of Inductor's, with `rest`.
+    """
     device = _device(args)
     interpret = settings.interpret if settings.interpret is not None else device.type != "cuda"
     runners, regions, kernels = [], [], []
@@ -524,7 +532,13 @@ def _realised(
         found.append(Fallback(refusal.what, refusal.why, None, 0))
         return None, replace(made, regions=(), kernels=()), Counter()
     found += _again(spliced, made)
-    return spliced.forward, made, Counter(_left(spliced))
+    left = Counter(_left(spliced))
+    return (compile_rest(spliced) if rest else spliced).forward, made, left
+
+
+def _has_inductor(device: torch.device, settings: Config) -> bool:
+    """Whether Inductor, and not eager PyTorch, runs what is no kernel."""
+    return settings.rest == "inductor" or settings.rest == "auto" and device.type == "cuda"
 
 
 def _again(spliced: torch.fx.GraphModule, made: Schedule) -> list[Fallback]:

@@ -1,14 +1,15 @@
 """Process-wide settings, each declared once, also an environment variable, and checked when set.
 
-| setting     | variable       | values               | meaning                                                  |
-|-------------|----------------|----------------------|----------------------------------------------------------|
-| `fallback`  | `FL_FALLBACK`  | torch, error         | run in PyTorch what cannot be fused, or raise            |
-| `road`      | `FL_ROAD`      | auto, dlpack, direct | how kernels are launched                                 |
-| `interpret` | `FL_INTERPRET` | auto, 0, 1           | Pallas's interpreter; auto: where there is no GPU        |
-| `tune`      | `FL_TUNE`      | a number             | choices timed for each kernel; 0: the model's pick       |
-| `cache`     | `FL_CACHE`     | a folder, off        | where compiled kernels are kept; empty: the user's cache |
-| `cache_mb`  | `FL_CACHE_MB`  | mebibytes            | how much of them is kept                                 |
-| `verify`    | `FL_VERIFY`    | 0, 1                 | check the IR after every pass, to debug the compiler     |
+| setting     | variable       | values                | meaning                                                  |
+|-------------|----------------|-----------------------|----------------------------------------------------------|
+| `fallback`  | `FL_FALLBACK`  | torch, error          | run in PyTorch what cannot be fused, or raise            |
+| `road`      | `FL_ROAD`      | auto, dlpack, direct  | how kernels are launched                                 |
+| `interpret` | `FL_INTERPRET` | auto, 0, 1            | Pallas's interpreter; auto: where there is no GPU        |
+| `tune`      | `FL_TUNE`      | a number              | choices timed for each kernel; 0: the model's pick       |
+| `rest`      | `FL_REST`      | auto, inductor, eager | who computes what no kernel does                         |
+| `cache`     | `FL_CACHE`     | a folder, off         | where compiled kernels are kept; empty: the user's cache |
+| `cache_mb`  | `FL_CACHE_MB`  | mebibytes             | how much of them is kept                                 |
+| `verify`    | `FL_VERIFY`    | 0, 1                  | check the IR after every pass, to debug the compiler     |
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ _ALLOWED: dict[str, _Check] = {
     "road": _one_of("auto", "dlpack", "direct"),
     "interpret": _one_of(None, False, True),
     "tune": _count(64),
+    "rest": _one_of("auto", "inductor", "eager"),
     "cache": ("a folder or 'off'", lambda v: isinstance(v, str)),
     "cache_mb": _count(2**20),
     "verify": _one_of(False, True),
@@ -54,6 +56,7 @@ class Config:
     road: str = "auto"
     interpret: bool | None = None
     tune: int = 8
+    rest: str = "auto"
     cache: str = ""
     cache_mb: int = 1024
     verify: bool = False

@@ -55,24 +55,25 @@ def splice(gm: GraphModule, runners: Sequence[RegionRunner]) -> GraphModule:
         with graph.inserting_before(last):
             call = graph.call_function(runner, tuple(nodes[n] for n in runner.operands))
             for n, name in enumerate(runner.outputs):
-                result = graph.call_function(_item, (call, n))
+                result = graph.call_function(item, (call, n))
                 nodes[name].replace_all_uses_with(result)
                 nodes[name] = result
     for n in graph.nodes:
         if n.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
             # Kernels write contiguous tensors, where PyTorch may keep the strides of what it reads.
             n.target = torch.ops.aten.reshape.default
-    _sort(graph)
+    sort(graph)
     graph.eliminate_dead_code()
     gm.recompile()
     return gm
 
 
-def _item(values: tuple[torch.Tensor, ...], n: int) -> torch.Tensor:
+def item(values: Sequence[torch.Tensor], n: int) -> torch.Tensor:
+    """A result of a call."""
     return values[n]
 
 
-def _sort(graph: torch.fx.Graph) -> None:
+def sort(graph: torch.fx.Graph) -> None:
     """Put every node after what it reads, otherwise keeping the order.
 
     Raises: Unsupported if no order will do.

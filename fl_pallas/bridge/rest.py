@@ -1,0 +1,139 @@
+"""What no kernel computes (rotations, norms, gates around attention), by PyTorch's own compiler.
+
+A graph with kernels in it falls into stages: what runs before the first kernels, between those and the next, and so
+on. Inductor makes a function of each stage that has something to fuse; eager PyTorch runs what else there is.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+from torch._dynamo.convert_frame import compile_lock
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .splice import item, sort
+
+log = logging.getLogger(__name__)
+aten = torch.ops.aten
+Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+# A function of fewer operations is no faster than they are.
+LEAST = 2
+# What runs as it does in eager PyTorch in any case.
+_CALLS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.convolution, aten.sort, aten.topk}
+
+
+class _Stage:
+    """Operations as one function, which its first call makes: by then it is known how the tensors lie."""
+
+    def __init__(self, gm: GraphModule, name: str):
+        self.gm, self.made = gm, None
+        self.made: Function | None = None
+        self.__name__ = name  # FX names the callee by it
+
+    def __call__(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+        if self.made is None:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                return self.gm.forward(*tensors)  # Inductor times some of its kernels when they are first called
+            self.made = self._compiled(tensors)
+        return self.made([*tensors])
+
+    def _compiled(self, tensors: Sequence[torch.Tensor]) -> Function:
+        try:
+            with compile_lock:
+                return _by_inductor(self.gm, tensors)
+        except Exception as error:  # Inductor may fail in any way; eager PyTorch then runs the operations
+            log.info("%s is left to eager PyTorch: %s", self.__name__, error)
+            return lambda given: self.gm.forward(*given)
+
+
+def _by_inductor(gm: GraphModule, examples: Sequence[torch.Tensor]) -> Function:
+    """A graph as Inductor compiles it, for tensors that lie as the examples."""
+    from torch._inductor import config  # takes a second
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # The graph has its casts in it already. Both passes have to find the same numbers: what PyTorch rounds is rounded.
+    rounded = config.patch(emulate_precision_casts=True)
+    plain = torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast()
+    with plain[0], plain[1], plain[2], unset_fake_temporarily(), rounded, tracing(TracingContext(mode)):
+        with mode:
+            fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in examples]
+        simple = make_fx(gm, decomposition_table=select_decomp_table())(*fakes)
+        (out,) = (n for n in simple.graph.nodes if n.op == "output")
+        # Strides of results are PyTorch's.
+        out.meta["user_visible_output_idxs"] = [*range(len(out.args[0]))]
+        return compile_fx_inner(simple, fakes)  # type: ignore[return-value]
+
+
+def compile_rest(gm: GraphModule) -> GraphModule:
+    """`gm` with what is no call of a kernel in functions that Inductor makes, one for each stage.
+
+    Args:
+      gm: of ATen operations of fixed sizes, and of calls of kernels.
+    """
+    graph = gm.graph
+    stages = [nodes for nodes in _stages(graph) if sum(map(_is_work, nodes)) >= LEAST]
+    for k, nodes in enumerate(stages):
+        _replace(gm, nodes, f"rest_{k}")
+    sort(graph)
+    graph.eliminate_dead_code()
+    gm.recompile()
+    return gm
+
+
+def _stages(graph: Graph) -> list[list[Node]]:
+    """The operations that Inductor may see; of one stage are those with as many calls of others before them."""
+    stage: dict[Node, int] = {}
+    stages: dict[int, list[Node]] = {}
+    apart: set[Node] = set()
+    for n in graph.nodes:
+        stage[n] = max((stage[a] + (a in apart) for a in n.all_input_nodes), default=0)
+        if n.op == "call_function" and _is_apart(n, apart):
+            apart.add(n)
+        elif n.op == "call_function":
+            stages.setdefault(stage[n], []).append(n)
+    return [*stages.values()]
+
+
+def _is_apart(n: Node, apart: set[Node]) -> bool:
+    """Whether Inductor is not to see an operation: a kernel, random numbers, whatever writes; and results of those."""
+    target = n.target
+    if target in (item, operator.getitem):
+        return n.args[0] in apart
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return True
+    return torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable
+
+
+def _is_work(n: Node) -> bool:
+    """Whether an operation is one that Inductor may fuse with others."""
+    target = n.target
+    return isinstance(target, torch._ops.OpOverload) and not target.is_view and target.overloadpacket not in _CALLS
+
+
+def _replace(gm: GraphModule, nodes: Sequence[Node], name: str) -> None:
+    """Replace nodes of a graph by one call."""
+    own = {*nodes}
+    given = [*dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in own)]
+    wanted = [n for n in nodes if any(u not in own for u in n.users)]
+    inner = Graph()
+    copies = {n: inner.placeholder(n.name) for n in given}
+    for n in nodes:
+        copies[n] = inner.node_copy(n, copies.__getitem__)
+    inner.output(tuple(copies[n] for n in wanted))
+    graph = gm.graph
+    with graph.inserting_before(next(n for n in graph.nodes if n.op == "output")):
+        call = graph.call_function(_Stage(GraphModule(gm, inner), name), tuple(given))
+        for k, n in enumerate(wanted):
+            n.replace_all_uses_with(graph.call_function(item, (call, k)), delete_user_cb=lambda u: u not in own)
+    for n in reversed(nodes):
+        graph.erase_node(n)

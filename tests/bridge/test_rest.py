@@ -1,0 +1,121 @@
+"""What no kernel computes, by Inductor: what it is given, and that its numbers are PyTorch's."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule
+
+import fl_pallas as fl
+from fl_pallas.bridge import rest
+
+from ..oracle import check_gradients, run_and_check
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+
+
+def rotary(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary attention, gated and normed."""
+    q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+    out = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1) @ v
+    return F.gelu(F.layer_norm(out * torch.sigmoid(q), (q.shape[-1],))).transpose(1, 2)
+
+
+def inputs(dtype: torch.dtype, n: int = 48) -> list[Tensor]:
+    gen = torch.Generator().manual_seed(0)
+    shapes = ((1, 2, n, 16),) * 3 + ((n, 8),) * 2
+    return [torch.randn(s, generator=gen).to(dtype) for s in shapes]
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Names of the operations of each stage that Inductor is given, which runs them one by one."""
+    seen: list[list[str]] = []
+
+    def eager(gm: GraphModule, _: Sequence[Tensor]) -> Callable:
+        seen.append([str(n.target) for n in gm.graph.nodes if n.op == "call_function"])
+        return lambda given: gm.forward(*given)
+
+    monkeypatch.setattr(rest, "_by_inductor", eager)
+    return seen
+
+
+def test_what_is_before_and_after_the_kernels(stages: list[list[str]]) -> None:
+    given = inputs(torch.float32)
+    run_and_check(rotary, fl.compile(rotary, rest="inductor", fallback="error"), given)
+    before, after = stages
+    assert "aten.stack.default" in before
+    assert "aten.native_layer_norm.default" in after
+
+
+def test_two_layers_have_three_stages(stages: list[list[str]]) -> None:
+    def layers(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        once = rotary(q, k, v, cos, sin).transpose(1, 2)
+        return rotary(once, k, v, cos, sin)
+
+    run_and_check(layers, fl.compile(layers, rest="inductor", fallback="error"), inputs(torch.float32))
+    assert len(stages) == 3
+
+
+def test_random_numbers_are_pytorchs(stages: list[list[str]]) -> None:
+    def noisy(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return torch.softmax(rotated(F.dropout(q, 0.5), cos, sin) @ k.mT, -1) @ v
+
+    given = inputs(torch.float32)
+    torch.manual_seed(1)
+    out = fl.compile(noisy, rest="inductor")(*given)
+    torch.manual_seed(1)
+    torch.testing.assert_close(out, noisy(*given))
+    assert stages and not any("dropout" in name or "rand" in name for names in stages for name in names)
+
+
+def test_one_operation_is_eager(stages: list[list[str]]) -> None:
+    def scaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(q.flip(-1) @ k.mT, -1) @ v
+
+    run_and_check(scaled, fl.compile(scaled, rest="inductor"), inputs(torch.float32)[:3])
+    assert not stages
+
+
+def test_lengths_that_vary_are_eager(stages: list[list[str]]) -> None:
+    compiled = fl.compile(rotary, rest="inductor", dynamic=True)
+    for n in (33, 40):
+        run_and_check(rotary, compiled, inputs(torch.float32, n))
+    assert not stages
+
+
+def test_auto_is_eager_on_a_cpu(stages: list[list[str]]) -> None:
+    run_and_check(rotary, fl.compile(rotary), inputs(torch.float32))
+    assert not stages
+
+
+def test_a_failure_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(gm: GraphModule, _: Sequence[Tensor]) -> Callable:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(rest, "_by_inductor", failing)
+    run_and_check(rotary, fl.compile(rotary, rest="inductor"), inputs(torch.float32))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU, and there is no g++")
+def test_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    real = rest._by_inductor
+
+    def seen(gm: GraphModule, examples: Sequence[Tensor]) -> Callable:
+        made.append(real(gm, examples))
+        return made[-1]
+
+    monkeypatch.setattr(rest, "_by_inductor", seen)
+    given = inputs(torch.bfloat16)
+    check_gradients(rotary, fl.compile(rotary, rest="inductor", fallback="error"), given)
+    assert {type(m).__name__ for m in made} == {"CompiledFxGraph"}
