@@ -23,6 +23,7 @@ from ..schedule.expr import Expr, load, loads
 from ..schedule.passes.keep import Kept
 from ..schedule.program import Program, Value, left_to_pytorch
 from .aten import OpenAttention
+from .copies import read_copy
 from .distribute import distribute
 from .drawn import Inner, give_back
 from .narrow import narrow
@@ -160,6 +161,8 @@ def differentiable(
                 asked |= kept
                 by_position(joint, kept)
                 program = left_to_pytorch(translate(joint), left)
+        for chain in kept.copies:
+            read_copy(joint, tuple(v.name for v in chain))
         wide = _widen(joint, kept.exact)
         facts.extend(_widened(f, wide) for f in kept.facts)
         _need(joint, num_fwd_outputs, {f.name for f in facts})

@@ -12,6 +12,7 @@ from .dtype import compute_dtype, itemsize
 from .expr import Expr
 from .passes.along import take_along
 from .passes.build_plan import build_plan
+from .passes.copies import store_copies
 from .passes.cut import cut_apart
 from .passes.exchange import exchange
 from .passes.expand_squares import expand_squares
@@ -82,11 +83,11 @@ def schedule(
     if verify:
         verify_program(program)
     record("program", partial(program_text, program))
-    program = resolve_views(program)
+    viewed, program = program, resolve_views(program)
     if verify:
         verify_program(program)
     record("resolve_views", partial(program_text, program))
-    growth = grow_regions(program)
+    program, growth = store_copies(viewed, program, grow_regions(program))
     record("grow_regions", partial(growth_text, growth))
     compute = compute_dtype([v.dtype for v in program.values if v.axes])
     shapes: Shapes = {v.name: v.shape for v in (*program.values, *program.facts)}

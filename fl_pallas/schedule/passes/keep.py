@@ -11,6 +11,7 @@ from ..dtype import compute_dtype, is_float, is_int, itemsize
 from ..expr import Load, Op, index, loads, reductions, walk
 from ..integer import linear
 from ..program import Program, Value, depends
+from .copies import copied, seen_through
 from .exchange import exchange
 from .fuse import fuse
 from .grow_regions import grow_regions
@@ -28,11 +29,13 @@ class Kept:
       exact: those of 16 bits that are statistics of a row in a kernel, where they have 32: what is computed again with
         them would not be what it was. Sums of values, which are as large as the result, are kept as PyTorch keeps them.
       facts: values of `names` that are known to be certain sums, in terms of others.
+      copies: for values of `names`, the views that lead to what is read in their stead.
     """
 
     names: frozenset[str]
     exact: frozenset[str]
     facts: tuple[Value, ...]
+    copies: tuple[tuple[Value, ...], ...] = ()
 
 
 def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) -> Kept | frozenset[str]:
@@ -91,7 +94,12 @@ def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) ->
     widest = max(whole.by_name[name].numel for name in forward)
     sixteen = (whole.by_name[n] for n in saved & statistics if itemsize(whole.by_name[n].dtype) == 2)
     exact = frozenset(v.name for v in sixteen if v.name in again or v.numel < widest)
-    return Kept(frozenset(saved | known), exact, tuple(f for f in facts if f.name in known))
+    facts = tuple(f for f in facts if f.name in known)
+    chains = {n: chain for n in saved & fused - exact if (chain := copied(joint, n, fused, later))}
+    copies = {n: chain[-1].name for n, chain in chains.items()}
+    names = frozenset(copies.get(n, n) for n in saved | known)
+    facts = tuple(seen_through(chains[f.name], f) if f.name in chains else f for f in facts)
+    return Kept(names, exact, facts, tuple(chains.values()))
 
 
 def _kept(program: Program) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:

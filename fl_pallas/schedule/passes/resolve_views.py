@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from ..build import substitute
@@ -24,8 +24,8 @@ def inlined(e: Expr, values: Mapping[str, Value]) -> Expr:
     return e
 
 
-def resolve_views(program: Program) -> Program:
-    """`y = x.T; z[i,j] = y[i,j]` → `z[i,j] = x[j,i]`. Views that PyTorch still needs stay; so do constants.
+def resolve_views(program: Program, kept: Set[str] = frozenset()) -> Program:
+    """`y = x.T; z[i,j] = y[i,j]` → `z[i,j] = x[j,i]`. Views that PyTorch still needs stay, and `kept`; so do constants.
 
     An axis that a value does not depend on (it was expanded before it was computed) is read at 0. What PyTorch rounds
     to 16 bits, and reads by an operation that kernels know nothing of (the largest k of it), is no view of what it was.
@@ -34,7 +34,9 @@ def resolve_views(program: Program) -> Program:
     for v in program.values:
         if v.expr is not None:
             expr = raw_op("cast", (v.expr,), v.dtype) if _is_rounded(program, v) else v.expr
-            while found := {n: new for n in loads(expr) if (new := _resolved(n, out[n.source])) is not n}:
+            while found := {
+                n: new for n in loads(expr) if n.source not in kept and (new := _resolved(n, out[n.source])) is not n
+            }:
                 expr = substitute(expr, {}, dict(found))
             v = replace(v, expr=expr, reads=reads_of(expr))
         out[v.name] = v
@@ -44,10 +46,15 @@ def resolve_views(program: Program) -> Program:
 def _is_rounded(program: Program, v: Value) -> bool:
     if not v.is_view or not is_float(v.dtype) or itemsize(v.dtype) >= itemsize(program.by_name[v.reads[0]].dtype):
         return False
-    users = [program.by_name[u] for u in program.users[v.name]]
-    while views := [u for u in users if u.is_view]:
-        users = [u for u in users if not u.is_view] + [program.by_name[n] for u in views for n in program.users[u.name]]
-    return any(u.expr is None for u in users)
+    return any(program.by_name[r].expr is None for r in readers(program, v.name))
+
+
+def readers(program: Program, name: str) -> set[str]:
+    """What reads a value, or views of it."""
+    found: set[str] = set()
+    for user in program.users[name]:
+        found |= readers(program, user) if program.by_name[user].is_view else {user}
+    return found
 
 
 def _resolved(node: Load, value: Value) -> Expr:
