@@ -8,14 +8,14 @@ import torch
 
 import fl_pallas as fl
 from fl_pallas.schedule import pipeline
-from fl_pallas.schedule.build import op, reduce
-from fl_pallas.schedule.expr import Axis, Expr, index, load, reductions
+from fl_pallas.schedule.build import op, reduce, select
+from fl_pallas.schedule.expr import Axis, Expr, const, index, load, reductions
 from fl_pallas.schedule.passes.fuse import Fused, Output
 from fl_pallas.schedule.passes.unflatten import unflatten
-from fl_pallas.schedule.text import expr_text
+from fl_pallas.schedule.text import expr_text, plan_text
 from tests.plan_evaluate import TileEvaluator
 from tests.programs import BY_NAME
-from tests.terms import i64, n
+from tests.terms import i64, is_, n
 from tests.unrun import unrun
 
 BATCH, ROWS, KEYS = 3, 20, 15
@@ -68,3 +68,55 @@ def test_what_would_store_more_than_pytorch_stays_there(monkeypatch: pytest.Monk
         (both,) = fl.explain(case.target(torch.float32, "cpu"), *inputs).graphs
     assert not both.kernels
     assert any("would be stored in more places" in f.why for f in both.fallbacks)
+
+
+HEADS, QUERIES, WIDE = 3, 100, Axis("r5", 5)
+HEAD_OF = {
+    "heads first": (Axis("flat", HEADS * QUERIES), "floordiv", "mod", QUERIES),
+    "queries first": (Axis("flat", HEADS * QUERIES), "mod", "floordiv", HEADS),
+}
+
+
+@pytest.mark.parametrize("order", HEAD_OF)
+def test_what_both_sides_of_a_product_share_goes_outside(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flat, heads and queries would be one axis of both sides, and the product none of matrices."""
+    axis, to_head, to_query, stride = HEAD_OF[order]
+    h, q = (i64(name, index(axis), n(stride)) for name in (to_head, to_query))
+    monkeypatch.setitem(KNOWN, "q", DRAW.normal(size=(HEADS, QUERIES, 5)))
+    monkeypatch.setitem(KNOWN, "k", DRAW.normal(size=(4, HEADS, 5)))
+    sides = load("q", (h, q, index(WIDE)), "f32"), load("k", (index(X), h, index(WIDE)), "f32")
+    after = apart(reduce("sum", WIDE, f32("mul", *sides), "f32"), axis)
+    assert [r.axis.extent for r in reductions(after)] == [5, QUERIES, HEADS]
+    assert "//" not in expr_text(after) and "%" not in expr_text(after)
+
+
+def test_what_a_mask_does_not_ask_for_goes_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop over the queries of one head has an end where it is causal; one over those of all heads has none."""
+    axis, to_head, to_query, stride = HEAD_OF["heads first"]
+    h, q = (i64(name, index(axis), n(stride)) for name in (to_head, to_query))
+    monkeypatch.setitem(KNOWN, "g", DRAW.normal(size=(HEADS, QUERIES)))
+    seen = select(is_("ge", q, index(X)), load("g", (h, q), "f32"), const(0.0, "f32"))
+    assert [r.axis.extent for r in reductions(apart(seen, axis))] == [QUERIES, HEADS]
+
+
+def test_parts_larger_than_what_they_are_made_of_stay_together() -> None:
+    heads, queries, keys = 300, 2, Axis("x", 20)
+    axis = Axis("flat", heads * queries)
+    h, q = (i64(name, index(axis), n(queries)) for name in ("floordiv", "mod"))
+    seen = select(is_("ge", q, index(keys)), load("g", (h, q), "f32"), const(0.0, "f32"))
+    output = Output("out", (keys,), "f32", reduce("sum", axis, seen, "f32"))
+    assert unflatten(Fused((output,))).outputs == (output,)
+
+
+@pytest.mark.parametrize("name", ["decoupled_rotary", "latent_absorbed"])
+def test_heads_that_share_keys_have_loops_of_their_own(name: str) -> None:
+    """The keys' gradient is one of all heads; their sums are added up by a kernel that reads whole rows."""
+    case = BY_NAME[name]
+    inputs = [x.requires_grad_() for x in case.make_inputs(512, torch.bfloat16, "cpu")]
+    with unrun():
+        (graph,) = [g for g in fl.explain(case.target(torch.bfloat16, "cpu"), *inputs).graphs if g.name == "backward"]
+    assert graph.schedule is not None
+    plans = [p for kernels in graph.schedule.kernels for p in kernels]
+    assert all(loop.lower or loop.upper for p in plans for loop in p.loops)
+    assert not any(s in plan_text(p) for p in plans for s in ("j0 //", "j0 %"))
+    assert all(p.features == (p.grid[-1],) for p in plans if not p.loops)

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from ..dtype import is_float, itemsize
-from ..expr import Axis, Expr, Load, Op, Reduce, Ref, free_axes, loads, walk
+from ..expr import Axis, Expr, Load, Op, Reduce, Ref, free_axes, index, loads, walk
 from ..inner import as_product, covering_tile, factors, is_sequential, power_of_two
 from ..plan import Accumulator, Anchor, Choices, Loop, Store
 from ..target import Target
@@ -43,9 +43,11 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
     costly = set().union(*map(free_axes, [n for n in heavy if not _is_of_one(n)] or heavy))
     if not costly:
         costly = set().union(*(free_axes(n) for e in bodies for n in loads(e)[:1]))
-    if not loops and not any(isinstance(n, Reduce) for e in bodies for n in walk(e)):
-        # Nothing is computed for several of them at once: as memory lies.
-        costly -= {s.axes[-1] for s in stores if s.axes and s.axes[-1].extent <= MAX_FEATURES}
+    if not loops:
+        # Where nothing is computed for several of them at once: as memory lies.
+        last = {s.axes[-1] for s in stores if s.axes and s.axes[-1].extent <= MAX_FEATURES}
+        plain = not any(isinstance(n, Reduce) for e in bodies for n in walk(e))
+        costly -= {a for a in last if plain or all(_runs_along(n, a, costly) for e in bodies for n in loads(e))}
     features = [a for a in axes if a not in costly]
     for store in stores:
         own = [a for a in store.axes if a in features]
@@ -69,6 +71,11 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
         row = None
     column = None if loops else _other_side(row, rest, stores)
     return Roles(tuple(features), row, tuple(a for a in rest if a not in (row, column)), column)
+
+
+def _runs_along(n: Load, a: Axis, axes: set[Axis]) -> bool:
+    """Whether a load has all of `axes`, and neighbours along `a` lie side by side (a sum of heads' parts)."""
+    return axes <= free_axes(n) and n.index[-1] is index(a)
 
 
 def _is_table(n: Load) -> bool:

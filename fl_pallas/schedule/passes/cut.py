@@ -139,7 +139,16 @@ def _repeated(fused: Fused) -> list[_Cut]:
                 found[r] = None
     # Outer reductions contain inner ones: the outermost leads, with what else has its shape.
     ordered = sorted(found, key=lambda r: sum(r in reductions(s) for s in found))
-    return [_Cut(r, tuple(sorted(free_axes(r), key=lambda a: (a not in parallel, a.name)))) for r in ordered]
+    return [_Cut(r, _laid(r, parallel, any(_is_summed(o.expr, r) for o in fused.outputs))) for r in ordered]
+
+
+def _laid(r: Reduce, parallel: frozenset[Axis], summed: bool) -> tuple[Axis, ...]:
+    """The axes of what is stored: what a loop goes along last; a short sum first, so that it is one of whole rows."""
+
+    def place(a: Axis) -> int:
+        return 1 if a in parallel else 0 if summed and a.extent <= MAX_COVERED else 2
+
+    return tuple(sorted(free_axes(r), key=lambda a: (place(a), a.name)))
 
 
 def _is_summed(e: Expr, r: Reduce) -> bool:
@@ -157,8 +166,8 @@ def _is_larger_than_read(r: Reduce, times: float = 1) -> bool:
     return is_larger_than(r, loads(r.body), times)
 
 
-def is_larger_than(r: Reduce, read: list[Load], times: float = 1) -> bool:
-    """Whether a reduction has more results than so many times the elements of each of the loads."""
+def is_larger_than(r: Expr, read: list[Load], times: float = 1) -> bool:
+    """Whether an expression has more results than so many times the elements of each of the loads."""
     most = max((math.prod(a.extent for i in n.index for a in free_axes(i)) for n in read), default=0)
     return math.prod(a.extent for a in free_axes(r)) > times * most
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 
-from ..build import dimensions, reduce, rewrite, row_major, substitute
-from ..expr import Axis, Const, Expr, Index, Op, Reduce, free_axes, index, reductions, walk
+from ..build import COMPARISONS, dimensions, reduce, rewrite, row_major, substitute
+from ..dtype import is_int
+from ..expr import Axis, Const, Expr, Index, Op, Reduce, free_axes, index, loads, reductions, walk
 from ..inner import factors
+from .cut import MAX_GROWTH, is_larger_than
 from .fuse import Fused
 from .stream import MAX_COVERED, is_batch_sum, is_covered
 
@@ -28,11 +30,37 @@ def _apart(e: Expr) -> Expr:
     if len(axes) == 1:
         return e
     body = substitute(e.body, {e.axis: row_major(map(index, axes), axes)})
-    if not (_frees_reductions(body, {*axes}) or _frees_sides(body, {*axes}, is_batch_sum(e))):
+    outer = _shared(body, {*axes}) or _unmasked(body, {*axes})
+    if not (outer or _frees_reductions(body, {*axes}) or _frees_sides(body, {*axes}, is_batch_sum(e))):
         return e
+    inner = _summed(e.kind, [a for a in axes if a not in outer], body, e.dtype)
+    # Where that is much, the parts of a sum are not stored, and their sum not taken by itself.
+    if outer and is_larger_than(inner, loads(inner), MAX_GROWTH):
+        return e
+    return _summed(e.kind, [a for a in axes if a in outer], inner, e.dtype)
+
+
+def _summed(kind: str, axes: list[Axis], body: Expr, dtype: str) -> Expr:
     for axis in reversed(axes):
-        body = reduce(e.kind, axis, body, e.dtype)
+        body = reduce(kind, axis, body, dtype)
     return body
+
+
+def _unmasked(body: Expr, axes: set[Axis]) -> set[Axis]:
+    """The axes (heads) that none of the masks knows that compare another (queries) with an axis from outside (keys): a
+    loop along that one alone has an end."""
+    tests = [n for n in walk(body) if isinstance(n, Op) and n.name in COMPARISONS and is_int(n.args[0].dtype)]
+    asked = [free_axes(n) & axes for n in tests if free_axes(n) & axes and free_axes(n) - axes and not loads(n)]
+    return axes.difference(*asked) if asked else set()
+
+
+def _shared(body: Expr, axes: set[Axis]) -> set[Axis]:
+    """The axes (heads) that both sides of a matrix product inside have, where one side alone has another (queries)."""
+    shared: set[Axis] = set()
+    for r in (r for r in reductions(body) if is_covered(r)):
+        sides = [free_axes(f) & axes for f in factors(r.body) if r.axis in free_axes(f)]
+        shared |= {a for s, t in combinations(sides, 2) if s != t for a in s & t}
+    return shared
 
 
 def _frees_reductions(body: Expr, axes: set[Axis]) -> bool:
