@@ -139,7 +139,7 @@ def _repeated(fused: Fused) -> list[_Cut]:
                 found[r] = None
     # Outer reductions contain inner ones: the outermost leads, with what else has its shape.
     ordered = sorted(found, key=lambda r: sum(r in reductions(s) for s in found))
-    return [_Cut(r, _laid(r, parallel, any(_is_summed(o.expr, r) for o in fused.outputs))) for r in ordered]
+    return [_Cut(r, _laid(r, parallel, _is_part(fused, r))) for r in ordered]
 
 
 def _laid(r: Reduce, parallel: frozenset[Axis], summed: bool) -> tuple[Axis, ...]:
