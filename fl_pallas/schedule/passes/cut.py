@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from ..build import substitute
@@ -21,7 +22,7 @@ LARGE = 2
 
 @dataclass(frozen=True)
 class _Cut:
-    node: Reduce
+    node: Expr
     axes: tuple[Axis, ...]
 
 
@@ -54,9 +55,10 @@ def cut(fused: Fused, name: str) -> tuple[Fused, ...]:
         fused = Fused(tuple(replace(o, expr=substitute(o.expr, {}, dict(replaced))) for o in fused.outputs))
 
 
-def _is_part(fused: Fused, node: Reduce) -> bool:
-    """Whether `node` is itself what another sum adds up."""
-    return any(s.kind == node.kind == "sum" and s.body is node for o in fused.outputs for s in reductions(o.expr))
+def _is_part(fused: Fused, node: Expr) -> bool:
+    """Whether `node` is itself what a sum adds up."""
+    is_other = isinstance(node, Reduce) and node.kind != "sum"
+    return not is_other and any(s.kind == "sum" and s.body is node for o in fused.outputs for s in reductions(o.expr))
 
 
 def cut_apart(groups: tuple[Fused, ...], name: str) -> tuple[Fused, ...]:
@@ -137,12 +139,23 @@ def _repeated(fused: Fused) -> list[_Cut]:
             again = _around(o.expr, r) - free_axes(r) or _is_summed(o.expr, r) if bound else _is_spread(o, r, parallel)
             if large and again:
                 found[r] = None
+    whole = _reduced_whole(fused, found)
+    if whole:
+        return [_Cut(e, _laid(e, parallel, False)) for e in whole]
     # Outer reductions contain inner ones: the outermost leads, with what else has its shape.
     ordered = sorted(found, key=lambda r: sum(r in reductions(s) for s in found))
     return [_Cut(r, _laid(r, parallel, _is_part(fused, r))) for r in ordered]
 
 
-def _laid(r: Reduce, parallel: frozenset[Axis], summed: bool) -> tuple[Axis, ...]:
+def _reduced_whole(fused: Fused, found: Container[Reduce]) -> list[Expr]:
+    """What is reduced (the loss of a row) of which something is found that has all of its axes (the row's maximum): it
+    is stored rather than all of these, by the kernel that makes them."""
+    bodies = dict.fromkeys(r.body for o in fused.outputs for r in reductions(o.expr) if not isinstance(r.body, Reduce))
+    small = (e for e in bodies if not _is_larger_than_read(e))
+    return [e for e in small if any(r in found and free_axes(r) == free_axes(e) for r in reductions(e))]
+
+
+def _laid(r: Expr, parallel: frozenset[Axis], summed: bool) -> tuple[Axis, ...]:
     """The axes of what is stored: what a loop goes along last; a short sum first, so that it is one of whole rows."""
 
     def place(a: Axis) -> int:
@@ -162,8 +175,8 @@ def _is_short_and_wide(r: Reduce) -> bool:
     return r.axis.extent * max(n.axis.extent for n in reductions(r.body)) <= MAX_COVERED and _is_larger_than_read(r)
 
 
-def _is_larger_than_read(r: Reduce, times: float = 1) -> bool:
-    return is_larger_than(r, loads(r.body), times)
+def _is_larger_than_read(r: Expr, times: float = 1) -> bool:
+    return is_larger_than(r, loads(r), times)
 
 
 def is_larger_than(r: Expr, read: list[Load], times: float = 1) -> bool:
