@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ..dtype import is_float, itemsize
-from ..expr import Axis, Expr, Op, Reduce, free_axes, loads, walk
-from ..inner import as_product, covering_tile
+from ..expr import Axis, Expr, Op, Reduce, children, free_axes, loads
+from ..inner import as_product, covering_tile, factors, is_sequential
 from ..plan import Accumulator, KernelPlan
 from ..target import Target
 from .choose import COSTLY
@@ -35,26 +35,79 @@ def cheapest(ways: Sequence[tuple[KernelPlan, ...]], target: Target) -> tuple[Ke
 def cycles(plan: KernelPlan, target: Target) -> float:
     """Cycles of a kernel under the scheduler's pick, no tile skipped: instructions and matrix products in turn."""
     tiles = dict(plan.choices.tiles)
-    tiled = frozenset(a for a, n in tiles.items() if n > 1)
-    parallel = frozenset(plan.grid) - frozenset(plan.features)
     work = 0.0
-    for loop in plan.loops:
-        updates = [s for s in loop.steps if isinstance(s, Accumulator)]
-        for s in updates:
-            if s.kind == "sum" and as_product(s.update, loop.axis, tiled) is not None:
-                work += 2 * _repeated(plan, free_axes(s.update)) / MULTIPLIED
-        for n in {n for s in updates for n in walk(s.update) if loop.axis in free_axes(n)}:
+    for updates, axis in _bodies(plan):
+        for e in updates:
+            if axis is not None and as_product(e, axis, _wide(plan, free_axes(e))) is not None:
+                work += 2 * _volume(free_axes(e)) * _programs(plan, free_axes(e)) / MULTIPLIED
+        times, products = evaluated(plan, updates, axis)
+        for n, count in times.items():
             if isinstance(n, Reduce):
-                product = as_product(n.body, n.axis, tiled | {n.axis}) is not None
-                work += _repeated(plan, free_axes(n.body)) * (2 / MULTIPLIED if product else 1 / ISSUED)
-            elif isinstance(n, Op) and is_float(n.dtype) and free_axes(n) <= parallel | {loop.axis}:
-                work += _repeated(plan, free_axes(n)) / (POWERS if n.name in COSTLY else ISSUED)
+                work += count * n.axis.extent * (2 / MULTIPLIED if n in products else 1 / ISSUED)
+            elif isinstance(n, Op) and is_float(n.dtype):
+                work += count / (POWERS if n.name in COSTLY else ISSUED)
     rows = [n for a, n in tiles.items() if n > 1 and a in plan.grid and a not in plan.features]
     columns = [tiles.get(loop.axis, 1) for loop in plan.loops]
     share = math.prod(rows) * max(columns, default=1) / plan.choices.warps / BUSY
     resident = max(1, target.shared_bytes // max(1, _staged(plan))) * plan.choices.warps
     busy = min(1.0, share) * min(1.0, resident / WARPS) ** 0.5
     return work / (busy * target.processors) + _bytes(plan) / MOVED + LAUNCH
+
+
+def evaluated(plan: KernelPlan, exprs: Sequence[Expr], axis: Axis | None) -> tuple[dict[Expr, int], set[Expr]]:
+    """How many elements of each node of `exprs` all programs evaluate together; and which are products of matrices.
+
+    A program evaluates what its loop changes at each step, and what a sum that is taken one index at a time changes at
+    each of these; a program of another head, or of another tile of features, does so again.
+
+    Args:
+      axis: of the loop; what it does not change is left out. None for what is stored without a loop.
+    """
+    found: dict[Expr, int] = {}
+    products: set[Expr] = set()
+    seen: set[tuple[Expr, tuple[Axis, ...]]] = set()
+
+    def visit(e: Expr, steps: tuple[Axis, ...]) -> None:
+        own = free_axes(e)
+        while steps and steps[-1] not in own:
+            steps = steps[:-1]
+        if (e, steps) in seen or axis is not None and axis not in own:
+            return
+        seen.add((e, steps))
+        again = math.prod(a.extent for a in steps if a not in own)
+        found[e] = found.get(e, 0) + _volume(own) * again * _programs(plan, own)
+        if not isinstance(e, Reduce):
+            for c in children(e):
+                visit(c, steps)
+            return
+        wide = _wide(plan, free_axes(e.body) - {*steps})
+        if is_sequential(e, wide):
+            steps = (*steps, e.axis)
+        if as_product(e.body, e.axis, wide) is None:
+            visit(e.body, steps)
+            return
+        products.add(e)
+        for c in factors(e.body):
+            visit(c, steps)
+
+    for e in exprs:
+        product = axis is not None and as_product(e, axis, _wide(plan, free_axes(e))) is not None
+        for c in factors(e) if product else (e,):
+            visit(c, ())
+    return found, products
+
+
+def _bodies(plan: KernelPlan) -> list[tuple[list[Expr], Axis | None]]:
+    """What each loop evaluates at a step, and its axis; of a kernel without loops, what it stores."""
+    if not plan.loops:
+        return [([s.expr for s in plan.stores], None)]
+    return [([s.update for s in loop.steps if isinstance(s, Accumulator)], loop.axis) for loop in plan.loops]
+
+
+def _wide(plan: KernelPlan, axes: Iterable[Axis]) -> frozenset[Axis]:
+    """Those of the axes of which a tile has more than one index."""
+    tiles = dict(plan.choices.tiles)
+    return frozenset(a for a in axes if tiles.get(a, a.extent) > 1)
 
 
 def _staged(plan: KernelPlan) -> int:
@@ -74,11 +127,15 @@ def _staged(plan: KernelPlan) -> int:
     return most
 
 
-def _repeated(plan: KernelPlan, axes: Iterable[Axis]) -> int:
-    """Indices of the axes, times the tiles of features that each compute them."""
-    tiles, own = dict(plan.choices.tiles), set(axes)
-    parts = (-(-a.extent // tiles.get(a, a.extent)) for a in plan.features if a not in own)
-    return math.prod(a.extent for a in own) * math.prod(parts)
+def _programs(plan: KernelPlan, axes: frozenset[Axis]) -> int:
+    """How many programs evaluate the same element of something over these axes, for they differ in others."""
+    tiles, shared = dict(plan.choices.tiles), {loop.parts for loop in plan.loops}
+    others = (a for a in plan.grid if a not in axes and a not in shared)
+    return math.prod(-(-a.extent // tiles.get(a, a.extent)) for a in others)
+
+
+def _volume(axes: Iterable[Axis]) -> int:
+    return math.prod(a.extent for a in axes)
 
 
 def _bytes(plan: KernelPlan) -> int:
