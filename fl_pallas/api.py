@@ -583,7 +583,7 @@ def _target(args: Sequence[Any]) -> Target:
         return HOPPER
     major, minor = torch.cuda.get_device_capability(device)
     found = torch.cuda.get_device_properties(device)
-    return replace(target_of(10 * major + minor), processors=found.multi_processor_count)
+    return replace(target_of(10 * major + minor), processors=found.multi_processor_count, memory=found.total_memory)
 
 
 def _left(gm: torch.fx.GraphModule) -> list[str]:

@@ -19,6 +19,7 @@ from .passes.expand_squares import expand_squares
 from .passes.fuse import Fused, Output, fuse
 from .passes.group_rows import group_features, group_rows
 from .passes.grow_regions import Region, Rejected, grow_regions
+from .passes.hold import hold
 from .passes.interchange import interchange
 from .passes.lay_out import lay_out
 from .passes.part import Kernel, part_outputs, ways_to_part
@@ -95,7 +96,6 @@ def schedule(
     rejected = list(growth.rejected)
     taken = frozenset(m for region in growth.regions for m in region.members)
     for n, region in enumerate(growth.regions):
-        plans: list[KernelPlan] = []
         groups = fuse(program, region)
         for fused in groups:
             record("fuse", partial(fused_text, fused))
@@ -120,23 +120,20 @@ def schedule(
         groups = tuple(map(interchange, groups))
         for fused in groups:
             record("interchange", partial(fused_text, fused))
-        parts = cut_apart(groups, f"r{n}")
-        between = _stored(program, region, [o for part in parts for o in part.outputs])
-        rejected += between
-        if not all(r.fused for r in between):
+
+        kernels_of = functools.cache(partial(_made, program, region, f"r{n}", compute, shapes, target))
+        groups = hold(groups, f"r{n}_h", compute, lambda groups: kernels_of(groups).plans, target)
+        for fused in groups:
+            record("hold", partial(fused_text, fused))
+        made = kernels_of(groups)
+        rejected += made.between
+        if not made.plans:
             continue
         regions.append(region)
-        for part in parts:
+        for part in made.parts:
             record("cut", partial(fused_text, part))
-        for apart in lend([part_outputs(part, compute) for part in parts], f"r{n}_w", compute, shapes):
-            held: dict[Expr, Expr] = {}
-            if shared := share(apart, f"r{n}_s{len(plans)}", compute, shapes):
-                storing, held = shared
-                plans += lay_out(storing, shapes)
-                shapes[storing.name] = storing.stores[0].shape
-            for group in apart:
-                plans += _planned(group, held, f"r{n}_k", len(plans), compute, shapes, target)
-        plans = into_prologues(plans, region.outputs)
+        shapes |= made.shapes
+        plans = into_prologues(made.plans, region.outputs)
         for plan in plans:
             if verify:
                 verify_plan(plan)
@@ -147,6 +144,50 @@ def schedule(
     if verify:
         verify_stores(plan for region in kernels for plan in region)
     return Schedule(program, tuple(regions), tuple(kernels), tuple(rejected))
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What a region becomes.
+
+    Attributes:
+      parts: what its kernels compute.
+      plans: the kernels; none if what they would hand on to each other is too large.
+      between: what is so large, and what is large and stored all the same.
+      shapes: of all that is loaded, by name.
+    """
+
+    parts: tuple[Fused, ...]
+    plans: tuple[KernelPlan, ...]
+    between: tuple[Rejected, ...]
+    shapes: Shapes
+
+
+def _made(
+    program: Program,
+    region: Region,
+    name: str,
+    compute: str,
+    shapes: Shapes,
+    target: Target,
+    groups: tuple[Fused, ...],
+) -> _Made:
+    """What a region becomes whose outputs are computed by `groups`."""
+    parts = cut_apart(groups, name)
+    between = _stored(program, region, [o for part in parts for o in part.outputs])
+    if not all(r.fused for r in between):
+        return _Made(parts, (), tuple(between), {})
+    plans: list[KernelPlan] = []
+    shapes = {**shapes}
+    for apart in lend([part_outputs(part, compute) for part in parts], f"{name}_w", compute, shapes):
+        held: dict[Expr, Expr] = {}
+        if shared := share(apart, f"{name}_s{len(plans)}", compute, shapes):
+            storing, held = shared
+            plans += lay_out(storing, shapes)
+            shapes[storing.name] = storing.stores[0].shape
+        for group in apart:
+            plans += _planned(group, held, f"{name}_k", len(plans), compute, shapes, target)
+    return _Made(parts, tuple(plans), tuple(between), shapes)
 
 
 def _planned(

@@ -14,12 +14,19 @@ class Target:
       registers: 32-bit registers of one thread that a kernel may use.
       shared_bytes: shared memory of one program, bytes.
       processors: streaming multiprocessors.
+      memory: of the device, bytes.
     """
 
     name: str
     registers: int = 255
     shared_bytes: int = 227 * 1024
     processors: int = 132
+    memory: int = 80 * 10**9
+
+    @property
+    def room(self) -> int:
+        """Bytes that a value may take which kernels store because computing it again would take too long."""
+        return self.memory // 32
 
 
 HOPPER = Target("sm_90")
@@ -31,4 +38,4 @@ _SHARED = {86: 99 * 1024, 89: 99 * 1024, 120: 99 * 1024}
 def target_of(capability: int) -> Target:
     """The target of a compute capability; 90 is sm_90."""
     known = HOPPER if capability >= 90 else AMPERE
-    return Target(f"sm_{capability}", known.registers, _SHARED.get(capability, known.shared_bytes), known.processors)
+    return Target(f"sm_{capability}", known.registers, _SHARED.get(capability, known.shared_bytes), known.processors, known.memory)

@@ -101,13 +101,12 @@ def _is_of_one(e: Expr) -> bool:
 def _other_side(row: Axis | None, rest: list[Axis], stores: tuple[Store, ...]) -> Axis | None:
     """The axis of `rest` that the products with `row` have on their other side."""
     products = [n for s in stores for n in walk(s.expr) if isinstance(n, Reduce) and n.kind == "sum"]
+    found: set[Axis] = set()
     for r in products:
         sides = [free_axes(f) for f in factors(r.body) if r.axis in free_axes(f)]
         if any(row in s for s in sides):
-            others = [a for a in rest if any(a in s for s in sides) and not any({a, row} <= s for s in sides)]
-            if others:
-                return max(others, key=lambda a: (a.extent, a.name))
-    return None
+            found |= {a for a in rest if any(a in s for s in sides) and not any({a, row} <= s for s in sides)}
+    return max(found, key=lambda a: (a.extent, a.name), default=None)
 
 
 def width(n: Load) -> int:

@@ -103,7 +103,7 @@ def _lent(
     there = ((out, e) for out in lender.outputs for e in walk(out.expr) if _is_worth(e) and free_axes(e) <= {*out.axes})
     offered = [(out, e) for out, e in there if _multiplies(e, tiled)]
     for e, (out, same) in itertools.product(wanted, offered):
-        place = _renaming(e, same)
+        place = renaming(e, same)
         if place is not None:
             axes = tuple(a for a in out.axes if a in place)
             stored = load(name, tuple(index(place[a]) for a in axes), compute)
@@ -124,7 +124,7 @@ def _multiplies(e: Expr, tiled: frozenset[Axis]) -> bool:
     return bool(wide) and all(as_product(r.body, r.axis, tiled | {r.axis}) is not None for r in wide)
 
 
-def _renaming(e: Expr, other: Expr) -> dict[Axis, Axis] | None:
+def renaming(e: Expr, other: Expr) -> dict[Axis, Axis] | None:
     """The axis of `e` for each of `other` with which they are the same; None if there are none."""
     own, theirs = list(free_axes(e)), list(free_axes(other))
     if sorted(a.extent for a in own) != sorted(a.extent for a in theirs) or len(own) > MAX_RENAMED:

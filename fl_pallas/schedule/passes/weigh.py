@@ -32,8 +32,12 @@ def cheapest(ways: Sequence[tuple[KernelPlan, ...]], target: Target) -> tuple[Ke
     return ways[best] if times[best] < CLEARLY * times[0] else ways[0]
 
 
-def cycles(plan: KernelPlan, target: Target) -> float:
-    """Cycles of a kernel under the scheduler's pick, no tile skipped: instructions and matrix products in turn."""
+def cycles(plan: KernelPlan, target: Target, once: bool = False) -> float:
+    """Cycles of a kernel under the scheduler's pick, no tile skipped: instructions and matrix products in turn.
+
+    Args:
+      once: whether to count as if no element were computed again.
+    """
     tiles = dict(plan.choices.tiles)
     work = 0.0
     for updates, axis in _bodies(plan):
@@ -42,6 +46,7 @@ def cycles(plan: KernelPlan, target: Target) -> float:
                 work += 2 * _volume(free_axes(e)) * _programs(plan, free_axes(e)) / MULTIPLIED
         times, products = evaluated(plan, updates, axis)
         for n, count in times.items():
+            count = min(count, _volume(free_axes(n))) if once else count
             if isinstance(n, Reduce):
                 work += count * n.axis.extent * (2 / MULTIPLIED if n in products else 1 / ISSUED)
             elif isinstance(n, Op) and is_float(n.dtype):

@@ -1,0 +1,126 @@
+"""Holding: what kernels would compute many times over is stored, and loaded, where that is far quicker.
+
+Before: Σ_j Σ_g w(h, g) · ds(g, i, j) · k(h, j, d): a program of head h computes the gradient of the scores of all
+heads g, and so does that of each other head. After: a kernel stores ds(g, i, j), and the others load it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ..build import substitute
+from ..dtype import is_float, itemsize
+from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, index, load, loads, reductions, walk
+from ..plan import KernelPlan
+from ..target import Target
+from .fuse import Fused, Output
+from .share import renaming
+from .weigh import CLEARLY, cycles
+
+# Memory is given for time where a region takes so many times as long without, and so many cycles longer (0.2 ms).
+TIMES, SAVED = 3, 350_000
+# Values of a region that are stored, at most.
+MAX_HELD = 4
+
+Groups = tuple[Fused, ...]
+
+
+def hold(
+    groups: Groups, name: str, compute: str, plan: Callable[[Groups], Sequence[KernelPlan]], target: Target
+) -> Groups:
+    """The kernels of a region, with further ones that store what they load.
+
+    Args:
+      groups: what each kernel computes.
+      name: begins the names of what is stored.
+      plan: the kernels that compute some groups, as they would be launched; none if they cannot be.
+    """
+
+    def time(groups: Groups) -> float:
+        return sum(cycles(p, target) for p in plan(groups)) or math.inf
+
+    plans = plan(groups)
+    before = sum(cycles(p, target) for p in plans)
+    if before < SAVED or before < TIMES * sum(cycles(p, target, once=True) for p in plans):
+        return groups
+    best, least, room = groups, before, target.room
+    for n in range(MAX_HELD):
+        found = [(e, dtype) for e, dtype in _shared(best, compute).items() if _bytes(e, dtype) <= room]
+        ways = [_holding(best, e, dtype, f"{name}{n}") for e, dtype in found]
+        times = [time(way) for way in ways]
+        if min(times, default=math.inf) >= CLEARLY * least:
+            break
+        which = min(range(len(ways)), key=times.__getitem__)
+        best, least, room = ways[which], times[which], room - _bytes(*found[which])
+    return best if TIMES * least < before and before - least > SAVED else groups
+
+
+def _bytes(e: Expr, dtype: str) -> int:
+    return math.prod(a.extent for a in free_axes(e)) * itemsize(dtype)
+
+
+def _shared(groups: Groups, compute: str) -> dict[Expr, str]:
+    """What is computed with sums, is larger than all that it reads, and goes into something over further axes; and the
+    type to store it in.
+
+    That is what PyTorch rounds it to where it is a factor of products in 16 bits.
+    """
+    found: dict[Expr, str] = {}
+    seen: set[tuple[Expr, str]] = set()
+
+    def visit(e: Expr, multiplied: str) -> None:
+        if (e, multiplied) in seen:
+            return
+        seen.add((e, multiplied))
+        if isinstance(e, Reduce):
+            multiplied = e.dtype if e.kind == "sum" and is_float(e.dtype) else compute
+        elif not isinstance(e, Op) or e.name != "mul":
+            multiplied = compute
+        for c in children(e):
+            if free_axes(e) - free_axes(c) and _is_large(c):
+                wider = max(found.get(c, multiplied), multiplied, key=itemsize)
+                found[c] = wider
+            if not isinstance(c, Load):
+                visit(c, multiplied)
+
+    for o in (o for g in groups for o in g.outputs):
+        visit(o.expr, compute)
+    # The same under other names is tried once.
+    kept: list[Expr] = []
+    for e in found:
+        if not any(renaming(e, other) for other in kept):
+            kept.append(e)
+    return {e: found[e] for e in kept}
+
+
+def _is_large(e: Expr) -> bool:
+    size = math.prod(a.extent for a in free_axes(e))
+    largest = max((math.prod(a.extent for a in free_axes(n)) for n in loads(e)), default=0)
+    return is_float(e.dtype) and bool(reductions(e)) and size > largest
+
+
+def _holding(groups: Groups, e: Expr, dtype: str, name: str) -> Groups:
+    """`groups` with a load of `e`, under whatever names of its axes, and before them what stores it."""
+    order = sorted(free_axes(e), key=lambda a: (a.extent, a.name))
+    own = {a: Axis(f"x{n}", a.extent) for n, a in enumerate(order)}
+    stored = Output(name, tuple(own.values()), dtype, substitute(e, {a: index(b) for a, b in own.items()}))
+
+    def loading(o: Output) -> Output:
+        held: dict[Expr, Expr] = {}
+        for n in walk(o.expr):
+            place = renaming(n, e) if _is_like(n, e) else None
+            if place is not None:
+                held[n] = load(name, tuple(index(place[a]) for a in order), dtype)
+        return replace(o, expr=substitute(o.expr, {}, held))
+
+    rest = (Fused(tuple(map(loading, g.outputs))) for g in groups)
+    return (Fused((stored,)), *rest)
+
+
+def _is_like(e: Expr, other: Expr) -> bool:
+    """Whether two expressions may be the same but for the names of their axes."""
+    if type(e) is not type(other) or getattr(e, "name", "") != getattr(other, "name", ""):
+        return False
+    return e.dtype == other.dtype and len(loads(e)) == len(loads(other))
