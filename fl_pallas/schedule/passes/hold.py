@@ -21,6 +21,8 @@ from .weigh import CLEARLY, cycles
 
 # Memory is given for time where a region takes so many times as long without, and so many cycles longer (0.2 ms).
 TIMES, SAVED = 3, 350_000
+# Nothing is tried where computing nothing again, with the same loads, would not save a third.
+AGAIN = 1.5
 # Values of a region that are stored, at most.
 MAX_HELD = 4
 
@@ -43,7 +45,7 @@ def hold(
 
     plans = plan(groups)
     before = sum(cycles(p, target) for p in plans)
-    if before < SAVED or before < TIMES * sum(cycles(p, target, once=True) for p in plans):
+    if before < SAVED or before < AGAIN * sum(cycles(p, target, once=True) for p in plans):
         return groups
     best, least, room = groups, before, target.room
     for n in range(MAX_HELD):
