@@ -122,7 +122,7 @@ def schedule(
             record("interchange", partial(fused_text, fused))
 
         kernels_of = functools.cache(partial(_made, program, region, f"r{n}", compute, shapes, target))
-        groups = hold(groups, f"r{n}_h", compute, lambda groups: kernels_of(groups).plans, target)
+        groups = hold(groups, f"r{n}_h", compute, lambda groups, made=kernels_of: made(groups).plans, target)
         for fused in groups:
             record("hold", partial(fused_text, fused))
         made = kernels_of(groups)

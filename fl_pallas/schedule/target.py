@@ -38,4 +38,6 @@ _SHARED = {86: 99 * 1024, 89: 99 * 1024, 120: 99 * 1024}
 def target_of(capability: int) -> Target:
     """The target of a compute capability; 90 is sm_90."""
     known = HOPPER if capability >= 90 else AMPERE
-    return Target(f"sm_{capability}", known.registers, _SHARED.get(capability, known.shared_bytes), known.processors, known.memory)
+    return Target(
+        f"sm_{capability}", known.registers, _SHARED.get(capability, known.shared_bytes), known.processors, known.memory
+    )
