@@ -20,9 +20,20 @@ from jax.experimental.pallas import triton as plgpu
 from ..errors import ScheduleError
 from ..schedule.dtype import is_float
 from ..schedule.expr import Axis, Const, Expr, Index, Load, Op, Reduce, Ref, Size, children, free_axes, loads, ref_names
-from ..schedule.inner import Product, as_product, as_vector_product, covering_tile, is_sequential, within_sides
+from ..schedule.inner import (
+    Product,
+    Sheared,
+    as_product,
+    as_sheared,
+    as_vector_product,
+    covering_tile,
+    is_matrix_product,
+    is_sequential,
+    within_sides,
+)
 from ..schedule.integer import bounds, from_linear, is_inside, linear
 from .blocks import Block, Blocks, block_load, block_shape
+from .gather import gather
 from .pointwise import POINTWISE
 
 JNP = {
@@ -123,6 +134,8 @@ class Evaluator:
         self.operands, self.order, self.features = operands, order, features
         self.compute, self.precision, self.interpret = compute, precision, interpret
         self.scopes: list[Scope] = []
+        # Axes in whose place others stand, in a tile's dimensions.
+        self.places: dict[Axis, Axis] = {}
 
     # --- scopes ---------------------------------------------------------------------------------
 
@@ -162,6 +175,7 @@ class Evaluator:
         """The wide ones of `axes`, in the order of a tile's dimensions."""
 
         def key(a: Axis) -> tuple[int, int, str]:
+            a = self.places.get(a, a)
             if a in self.features:
                 return 2, self.features.index(a), ""
             return (0, self.order.index(a), "") if a in self.order else (1, 0, a.name)
@@ -419,6 +433,9 @@ class Evaluator:
             product = as_product(body, axis, wide)
             if product is not None:
                 return self.matmul(product, axis, dtype)
+            sheared = as_sheared(body, axis, wide)
+            if sheared is not None:
+                return self.sheared(sheared, axis, dtype)
             product = as_vector_product(body, axis, wide)
             if product is not None and dtype in ("bf16", "f16") and self._is_worth_a_matrix(product, axis):
                 return self.vector_matmul(product, axis, dtype)
@@ -444,6 +461,30 @@ class Evaluator:
         """A sum of products as a matrix product of 2-D tiles."""
         left, right, scale = self._sides(p, axis, dtype)
         return self._scaled(self._product(left, right, axis), scale)
+
+    def sheared(self, s: Sheared, axis: Axis, dtype: str) -> Tile:
+        """A matrix product over the window of positions that the tile has, and each element's place in it."""
+        kept, gone = self.side(s.kept), self.side(s.gone)
+        back = kept - 1 if s.sign < 0 else 0
+        low = jnp.int32(-back)
+        for a, sign in ((s.gone, 1), (s.kept, s.sign)):
+            start = self.start(a)
+            low = low if start is None else low + start * jnp.int32(sign)
+        width = s.width(kept, gone)
+        self.places[s.window] = s.gone
+        scope = self.push({}, {s.window: width})
+        try:
+            scope.refs[s.position] = Tile(lax.iota(jnp.int32, width) + low, (s.window,))
+            left, right, scale = self._sides(s.product, axis, dtype)
+            out = self._product(left, right, axis)
+        finally:
+            self.pop()
+        along = out.axes.index(s.window)
+        axes = tuple(s.gone if a == s.window else a for a in out.axes)
+        shape = (kept, gone) if along else (gone, kept)
+        here, other = (lax.broadcasted_iota(jnp.int32, shape, d) for d in (along, 1 - along))
+        at = here + jnp.int32(s.sign) * other + jnp.int32(back)
+        return self._scaled(Tile(gather(out.array, at, along, self.interpret), axes), scale)
 
     def _product(self, left: Tile, right: Tile, axis: Axis) -> Tile:
         """left · right, summed over `axis`."""
@@ -535,7 +576,7 @@ class Evaluator:
     def _sequential(self, r: Reduce) -> Tile:
         """One index (or, for a long matrix product, one chunk) of the reduced axis at a time."""
         wide = self.wide(free_axes(r.body) | {r.axis})
-        product = r.kind == "sum" and as_product(r.body, r.axis, wide) is not None
+        product = r.kind == "sum" and is_matrix_product(r.body, r.axis, wide)
         side = CHUNK if product else 1
         axes = self.sorted_axes(free_axes(r))
         steps = -(-r.axis.extent // side)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .expr import Axis, Expr, Load, Op, Reduce, free_axes, reductions
+from .build import substitute
+from .dtype import is_int
+from .expr import Axis, Expr, Index, Load, Op, Reduce, children, free_axes, ref, reductions
+from .integer import from_linear, linear
 
 # Largest extent taken whole when the reduction is no matrix product (a vector of registers).
 MAX_WHOLE = 512
@@ -88,9 +92,85 @@ def _grouped(
     return [tuple(g[1]) for g in groups], tuple(plain), scale
 
 
+@dataclass(frozen=True)
+class Sheared:
+    """A sum of q[i, r] · t[j - i + c, r] over r, say: a matrix product by position, and each element's own place in it.
+
+    The positions j - i of a tile are few, a window as wide as both of its sides together.
+
+    Attributes:
+      kept: the axis that a side of the product has (i).
+      gone: the axis that only positions have (j).
+      sign: a position is the index along `gone`, plus `sign` times that along `kept`.
+      window: the axis of positions, in place of `gone`.
+      position: the reference that stands for the position in `product`.
+      product: over `kept` and `window`.
+    """
+
+    kept: Axis
+    gone: Axis
+    sign: int
+    window: Axis
+    position: str
+    product: Product
+
+    def width(self, kept: int, gone: int) -> int:
+        """Side of the window for tiles of these sides."""
+        return power_of_two(kept + gone - 1)
+
+
+def as_sheared(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Sheared | None:
+    """`body` as a matrix product over `axis` of which each element takes a place of its own, or None."""
+    others = tiled - {axis}
+    if len(free_axes(body) & others) != 2:
+        return None
+    found = {n: p for f in factors(body) if axis in free_axes(f) for n, p in _positions(f, others)}
+    if len(signs := {p[1] * p[2] for p in found.values()}) != 1:
+        return None
+    (sign,) = signs
+    for gone in free_axes(body) & others:
+        (kept,) = free_axes(body) & others - {gone}
+        window = Axis(f"%{gone}{'+-'[sign < 0]}{kept}", power_of_two(covering_tile(kept) + covering_tile(gone)))
+        position = ref(window.name, (window,), "i64")
+        replaced: dict[Expr, Expr] = {}
+        for n, (first, a, b, terms, c) in found.items():
+            replaced[n] = from_linear(({**terms, position: a if first == gone else b}, c), n.dtype)
+        product = as_product(substitute(body, {}, replaced), axis, tiled | {window})
+        if product is None:
+            continue
+        sides = [frozenset().union(*map(free_axes, side)) & (tiled | {window}) for side in (product.left, product.right)]
+        if {axis, window} in sides and {axis, kept} in sides:
+            return Sheared(kept, gone, sign, window, window.name, product)
+    return None
+
+
+_Position = tuple[Axis, int, int, dict[Expr, int], int]
+
+
+def _positions(e: Expr, tiled: frozenset[Axis]) -> Iterator[tuple[Expr, _Position]]:
+    """What `e` takes from the sum or difference of two indices: the node, the first axis, the factors of both (1 or -1),
+    and the other terms and the constant of its linear form."""
+    if len(free_axes(e) & tiled) < 2:
+        return
+    if is_int(e.dtype):
+        terms, c = linear(e)
+        wide = [t for t in terms if free_axes(t) & tiled]
+        if len(wide) == 2 and all(isinstance(t, Index) and abs(terms[t]) == 1 for t in wide):
+            first, second = wide
+            yield e, (first.axis, terms[first], terms[second], {t: k for t, k in terms.items() if t not in wide}, c)  # type: ignore[union-attr]
+            return
+    for child in children(e):
+        yield from _positions(child, tiled)
+
+
+def is_matrix_product(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> bool:
+    """Whether the sum of `body` over `axis` is taken by the matrix units."""
+    return as_product(body, axis, tiled) is not None or as_sheared(body, axis, tiled) is not None
+
+
 def is_sequential(r: Reduce, tiled: frozenset[Axis]) -> bool:
     """Whether an inner reduction is taken one index at a time: no product, and its body is no vector."""
-    if r.kind == "sum" and as_product(r.body, r.axis, tiled | {r.axis}) is not None:
+    if r.kind == "sum" and is_matrix_product(r.body, r.axis, tiled | {r.axis}):
         return r.axis.extent > MAX_WHOLE
     others = (free_axes(r.body) & tiled) - {r.axis}
     return len(others) >= 2 or r.axis.extent > MAX_WHOLE or any(r.axis in free_axes(n) for n in reductions(r.body))

@@ -110,14 +110,21 @@ def from_linear(lin: Linear, dtype: str) -> Expr:
     return raw_op("add" if c > 0 else "sub", (out, const(abs(c), dtype)), dtype) if c else out
 
 
-def linear_bounds(lin: Linear) -> Bounds:
-    """Range of a linear form, each atom taken over its own range."""
+def linear_bounds(lin: Linear, facts: tuple[Linear, ...] = ()) -> Bounds:
+    """Range of a linear form, each atom taken over its own range, where all `facts` are at most 0."""
     lo = hi = lin[1]
     for atom, k in lin[0].items():
         b = bounds(atom)
         if b is None:
             return None
         lo, hi = lo + min(k * b[0], k * b[1]), hi + max(k * b[0], k * b[1])
+    for fact, c in facts:
+        atom, k = next(iter(fact.items()))
+        times = lin[0].get(atom, 0) // k
+        rest = {t: lin[0].get(t, 0) - times * fact.get(t, 0) for t in {**lin[0], **fact}}
+        span = linear_bounds((rest, lin[1] - times * c))
+        if span is not None:
+            lo, hi = max(lo, span[0]) if times < 0 else lo, min(hi, span[1]) if times > 0 else hi
     return lo, hi
 
 
@@ -131,16 +138,33 @@ def is_inside(i: Expr, n: int | Size) -> bool:
     return limits[1] < n
 
 
-def floordiv(a: Expr, n: int, dtype: str) -> Expr:
+def divided(a: Expr, n: int, facts: tuple[Linear, ...] = ()) -> tuple[Linear, Linear] | None:
+    """`a` // n and `a` % n for a positive constant n as linear forms; None if bounds do not tell them.
+
+    facts: what is known to be at most 0.
+    """
+    terms, c = linear(a)
+    half = (n - 1) // 2
+    # i * 2047 + j goes over 2048 as i * 2048 + (j - i) does.
+    least = {t: (k + half) % n - half for t, k in terms.items()}
+    for rest in ({t: k if k % n else 0 for t, k in terms.items()}, least):
+        span = linear_bounds((rest, c % n), facts)
+        if span is not None and span[0] // n == span[1] // n:
+            more = span[0] // n
+            whole = {t: (k - rest[t]) // n for t, k in terms.items() if k != rest[t]}
+            return (whole, c // n + more), ({t: k for t, k in rest.items() if k}, c % n - more * n)
+    return None
+
+
+def floordiv(a: Expr, n: int, dtype: str, facts: tuple[Linear, ...] = ()) -> Expr:
     """a // n for a positive constant n: whole multiples of n leave the division."""
     if n == 1:
         return a
+    if (known := divided(a, n, facts)) is not None:
+        return from_linear(known[0], dtype)
     terms, c = linear(a)
     whole = {t: k // n for t, k in terms.items() if k % n == 0}
     rest = {t: k for t, k in terms.items() if k % n}
-    low = linear_bounds((rest, c % n))
-    if low is not None and low[0] // n == low[1] // n:
-        return from_linear((whole, c // n + low[0] // n), dtype)
     inner = from_linear((rest, c % n), dtype)
     if isinstance(inner, Op) and inner.name == "floordiv" and isinstance(inner.args[1], Const):
         quotient = floordiv(inner.args[0], int(inner.args[1].value) * n, dtype)
@@ -152,13 +176,12 @@ def floordiv(a: Expr, n: int, dtype: str) -> Expr:
     return from_linear(({t: k for t, k in whole.items() if k}, c // n + oc), dtype)
 
 
-def mod(a: Expr, n: int, dtype: str) -> Expr:
+def mod(a: Expr, n: int, dtype: str, facts: tuple[Linear, ...] = ()) -> Expr:
     """a % n for a positive constant n: whole multiples of n vanish."""
     if n == 1:
         return const(0, dtype)
+    if (known := divided(a, n, facts)) is not None:
+        return from_linear(known[1], dtype)
     terms, c = linear(a)
     rest = {t: k for t, k in terms.items() if k % n}
-    low = linear_bounds((rest, c % n))
-    if low is not None and low[0] // n == low[1] // n:
-        return from_linear((rest, c % n - low[0] // n * n), dtype)
     return raw_op("mod", (from_linear((rest, c % n), dtype), const(n, dtype)), dtype)
