@@ -45,7 +45,7 @@ def with_gathers(entry: list[Any]) -> None:
             led = led.owner.operands[0]
         axis = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), int(text.removeprefix(_MARK)))
         with ir.InsertionPoint(op):
-            made = ir.Operation.create("tt.gather", [out.type], [led, at], attributes={"axis": axis})
+            made = ir.Operation.create("tt.gather", [out.type], [led, at], attributes={"axis": axis, "efficient_layout": ir.UnitAttr.get()})
         out.replace_all_uses_with(made.results[0])
         for unused in dead:
             if not any(True for r in unused.results for _ in r.uses):

@@ -12,6 +12,7 @@ from .dtype import compute_dtype, itemsize
 from .expr import Expr
 from .passes.along import take_along
 from .passes.build_plan import build_plan
+from .passes.by_cases import by_cases
 from .passes.copies import store_copies
 from .passes.cut import cut_apart
 from .passes.exchange import exchange
@@ -99,6 +100,7 @@ def schedule(
         groups = fuse(program, region)
         for fused in groups:
             record("fuse", partial(fused_text, fused))
+        groups = tuple(map(by_cases, groups))
         groups = tuple(map(unflatten, groups))
         for fused in groups:
             record("unflatten", partial(fused_text, fused))

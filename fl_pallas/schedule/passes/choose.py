@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Load, Op, Reduce, Ref, free_axes, index, loads, walk
-from ..inner import as_product, covering_tile, factors, is_sequential, power_of_two
+from ..inner import as_product, as_sheared, covering_tile, factors, is_matrix_product, is_sequential, power_of_two
 from ..plan import Accumulator, Anchor, Choices, Loop, Store
 from ..target import Target
 
@@ -292,7 +292,7 @@ def _products(loop: Loop, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int
     made = [
         _size(free_axes(n), tiles)
         for n in nodes
-        if loop.axis in free_axes(n) and as_product(n.body, n.axis, tiled | {n.axis}) is not None
+        if loop.axis in free_axes(n) and is_matrix_product(n.body, n.axis, tiled | {n.axis})
     ]
     return sum(made) + max(made, default=0)
 
@@ -323,10 +323,18 @@ def _largest(e: Expr, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int:
     inner = 0
     for n in walk(e):
         if isinstance(n, Reduce):
-            if as_product(n.body, n.axis, tiled | {n.axis}) is None and not is_sequential(n, tiled):
-                inner = max(inner, _size(free_axes(n.body), tiles))
-            inner = max(inner, _size(free_axes(n), tiles))
+            inner = max(inner, _inner(n, tiles, tiled | {n.axis}), _size(free_axes(n), tiles))
     return max(size, inner, *(_size(free_axes(f), tiles) for f in factors(e)))
+
+
+def _inner(r: Reduce, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int:
+    """Elements of the largest tile that a reduction makes on its way."""
+    sheared = as_sheared(r.body, r.axis, tiled)
+    if sheared is not None:
+        kept, gone = tiles[sheared.kept], tiles[sheared.gone]
+        return kept * sheared.width(kept, gone)
+    product = as_product(r.body, r.axis, tiled) is not None
+    return 0 if product or is_sequential(r, tiled - {r.axis}) else _size(free_axes(r.body), tiles)
 
 
 def _size(axes: frozenset[Axis], tiles: dict[Axis, int]) -> int:
@@ -341,7 +349,7 @@ def product_bytes(kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ..
     exprs = [*(s.expr for s in stores), *(s.update for s, _ in sums)]
     found = [s.dtype for s, axis in sums if s.kind == "sum" and as_product(s.update, axis, tiled) is not None]
     for r in {n for e in exprs for n in walk(e) if isinstance(n, Reduce) and n.kind == "sum"}:
-        if as_product(r.body, r.axis, tiled | {r.axis}) is not None:
+        if is_matrix_product(r.body, r.axis, tiled | {r.axis}):
             found.append(r.dtype)
     loaded = [n.dtype for e in exprs for n in loads(e) if is_float(n.dtype)]
     return max(map(itemsize, found or loaded), default=4)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Op, Reduce, children, free_axes, loads
-from ..inner import as_product, covering_tile, factors, is_sequential
+from ..inner import as_product, as_sheared, covering_tile, factors, is_matrix_product, is_sequential
 from ..plan import Accumulator, KernelPlan
 from ..target import Target
 from .choose import COSTLY
@@ -48,7 +48,7 @@ def cycles(plan: KernelPlan, target: Target, once: bool = False) -> float:
         for n, count in times.items():
             count = min(count, _volume(free_axes(n))) if once else count
             if isinstance(n, Reduce):
-                work += count * n.axis.extent * (2 / MULTIPLIED if n in products else 1 / ISSUED)
+                work += count * _reduced(plan, n, n in products)
             elif isinstance(n, Op) and is_float(n.dtype):
                 work += count / (POWERS if n.name in COSTLY else ISSUED)
     rows = [n for a, n in tiles.items() if n > 1 and a in plan.grid and a not in plan.features]
@@ -88,11 +88,12 @@ def evaluated(plan: KernelPlan, exprs: Sequence[Expr], axis: Axis | None) -> tup
         wide = _wide(plan, free_axes(e.body) - {*steps})
         if is_sequential(e, wide):
             steps = (*steps, e.axis)
-        if as_product(e.body, e.axis, wide) is None:
+        if not is_matrix_product(e.body, e.axis, wide):
             visit(e.body, steps)
             return
         products.add(e)
-        for c in factors(e.body):
+        # Sides of a sheared product are of a window that all of a tile's elements share.
+        for c in factors(e.body) if as_product(e.body, e.axis, wide) is not None else ():
             visit(c, steps)
 
     for e in exprs:
@@ -100,6 +101,21 @@ def evaluated(plan: KernelPlan, exprs: Sequence[Expr], axis: Axis | None) -> tup
         for c in factors(e) if product else (e,):
             visit(c, ())
     return found, products
+
+
+def _reduced(plan: KernelPlan, r: Reduce, is_product: bool) -> float:
+    """Cycles of one processor for an element of a reduction inside of a loop."""
+    if not is_product:
+        return r.axis.extent / ISSUED
+    multiplied = 2 * r.axis.extent / MULTIPLIED
+    wide = _wide(plan, free_axes(r.body))
+    sheared = as_sheared(r.body, r.axis, wide) if as_product(r.body, r.axis, wide) is None else None
+    if sheared is None:
+        return multiplied
+    tiles = dict(plan.choices.tiles)
+    wider = sheared.width(tiles[sheared.kept], tiles[sheared.gone]) / tiles[sheared.gone]
+    # The window goes to shared memory, and each element comes from there.
+    return wider * multiplied + (1 + wider) / ISSUED
 
 
 def _bodies(plan: KernelPlan) -> list[tuple[list[Expr], Axis | None]]:
