@@ -5,6 +5,9 @@ Only exact identities over the integers are used; floor division and modulo are 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 from .expr import Const, Expr, Index, Op, Size, const, raw_op
 
 Bounds = tuple[int, int] | None
@@ -119,12 +122,14 @@ def linear_bounds(lin: Linear, facts: tuple[Linear, ...] = ()) -> Bounds:
             return None
         lo, hi = lo + min(k * b[0], k * b[1]), hi + max(k * b[0], k * b[1])
     for fact, c in facts:
-        atom, k = next(iter(fact.items()))
-        times = lin[0].get(atom, 0) // k
-        rest = {t: lin[0].get(t, 0) - times * fact.get(t, 0) for t in {**lin[0], **fact}}
-        span = linear_bounds((rest, lin[1] - times * c))
-        if span is not None:
-            lo, hi = max(lo, span[0]) if times < 0 else lo, min(hi, span[1]) if times > 0 else hi
+        for atom in lin[0].keys() & fact.keys():
+            # So many of the form, less so many of the fact, have none of this atom.
+            own = math.lcm(lin[0][atom], fact[atom]) // abs(lin[0][atom])
+            times = own * lin[0][atom] // fact[atom]
+            rest = {t: own * lin[0].get(t, 0) - times * fact.get(t, 0) for t in {**lin[0], **fact}}
+            span = linear_bounds((rest, own * lin[1] - times * c))
+            if span is not None:
+                lo, hi = max(lo, -(-span[0] // own)) if times < 0 else lo, min(hi, span[1] // own) if times > 0 else hi
     return lo, hi
 
 
@@ -144,16 +149,19 @@ def divided(a: Expr, n: int, facts: tuple[Linear, ...] = ()) -> tuple[Linear, Li
     facts: what is known to be at most 0.
     """
     terms, c = linear(a)
-    half = (n - 1) // 2
-    # i * 2047 + j goes over 2048 as i * 2048 + (j - i) does.
-    least = {t: (k + half) % n - half for t, k in terms.items()}
-    for rest in ({t: k if k % n else 0 for t, k in terms.items()}, least):
+    for rest in ({t: k if k % n else 0 for t, k in terms.items()}, least(terms, n)):
         span = linear_bounds((rest, c % n), facts)
         if span is not None and span[0] // n == span[1] // n:
             more = span[0] // n
             whole = {t: (k - rest[t]) // n for t, k in terms.items() if k != rest[t]}
             return (whole, c // n + more), ({t: k for t, k in rest.items() if k}, c % n - more * n)
     return None
+
+
+def least(terms: Mapping[Expr, int], n: int) -> dict[Expr, int]:
+    """The factors of a linear form but for multiples of n: i · 2047 + j goes over 2048 as i · 2048 + (j - i) does."""
+    half = (n - 1) // 2
+    return {t: (k + half) % n - half for t, k in terms.items()}
 
 
 def floordiv(a: Expr, n: int, dtype: str, facts: tuple[Linear, ...] = ()) -> Expr:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fl_pallas.schedule.build import select
-from fl_pallas.schedule.expr import Axis, Expr, index, load
+from fl_pallas.schedule.expr import Axis, Expr, const, index, load
 from fl_pallas.schedule.integer import floordiv, mod
 from fl_pallas.schedule.passes.by_cases import by_cases
 from fl_pallas.schedule.passes.fuse import Fused, Output
@@ -12,6 +12,7 @@ from tests.terms import i64, is_, n
 
 I, J = Axis("i", 8), Axis("j", 8)
 i, j = index(I), index(J)
+ZERO = const(0.0, "f32")
 PADDED = i64("add", i64("add", i64("mul", i, n(8)), j), n(8))
 
 
@@ -39,3 +40,19 @@ def test_multiples_by_difference() -> None:
     place = i64("add", i64("add", i64("mul", i, n(15)), j), n(8))
     assert floordiv(place, 16, "i64") is i
     assert expr_text(mod(place, 16, "i64")) == "j - i + 8"
+
+
+def test_without_a_mask_it_goes_by_cases() -> None:
+    found = simplified(load("k", (floordiv(PADDED, 9, "i64"), mod(PADDED, 9, "i64")), "f32"))
+    assert expr_text(found) == "select(j - i + 8 < 9, k[i, j - i + 8], k[i + 1, j - i - 1])"
+
+
+def test_a_quotient_is_compared_as_what_it_divides() -> None:
+    """Of the cases of a position's gradient, the one that a test around it leaves out is not computed."""
+    place = i64("add", i64("add", i64("mul", i, n(16)), index(Axis("t", 16))), n(7))
+    t = index(Axis("t", 16))
+    seen = is_("ge", i64("add", i64("mul", i, n(2)), floordiv(t, 8, "i64")), n(1))
+    inside = select(is_("lt", mod(place, 15, "i64"), n(8)), load("k", (floordiv(place, 15, "i64"),), "f32"), ZERO)
+    out = Output("o", (I, Axis("t", 16)), "f32", select(seen, inside, ZERO))
+    (found,) = by_cases(Fused((out,))).outputs
+    assert expr_text(found.expr).count("k[") == 1 and "k[i + 1]" in expr_text(found.expr)

@@ -8,28 +8,55 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..build import negate, op, select, with_children
+from ..build import negate, op, select, substitute, with_children
 from ..dtype import is_int
-from ..expr import Const, Expr, Op, Reduce, children, const, free_axes, reductions, walk
-from ..integer import Linear, divided, floordiv, linear, linear_bounds, mod
+from ..expr import Axis, Const, Expr, Op, Reduce, children, const, free_axes, walk
+from ..integer import Linear, floordiv, from_linear, least, linear, linear_bounds, mod
 from .fuse import Fused
 
+# Conditions to go by in one expression.
+MAX_CASES = 2
 Facts = tuple[Linear, ...]
 
 
 def by_cases(fused: Fused) -> Fused:
     """Before: `select(j <= i, k[(i * 8 + j + 8) // 9], -inf)`. After: `select(j <= i, k[i], -inf)`."""
-    return Fused(tuple(replace(o, expr=_Cases().visit(o.expr, ())) for o in fused.outputs))
+    return Fused(tuple(replace(o, expr=_Cases().whole(o.expr, (), frozenset(o.axes))) for o in fused.outputs))
 
 
 class _Cases:
     def __init__(self) -> None:
         self.memo: dict[tuple[Expr, int], Expr] = {}
         self.known: dict[tuple, int] = {}
+        self.plain: dict[Expr, bool] = {}
+
+    def whole(self, e: Expr, facts: Facts, own: frozenset[Axis]) -> Expr:
+        """`e`, a case each where one of two quotients is known; the cases go as far in as they can.
+
+        own: axes that have their first values here; a condition without them is for what is around.
+        """
+        e = self.visit(e, facts)
+        for _ in range(MAX_CASES):
+            found = (c for n in walk(e) if _is_division(n) for c in _cases(n, facts) if free_axes(c) & own)
+            condition = next(found, None)
+            if condition is None:
+                break
+            held = _holding(e, condition, facts)
+            place, known = e, facts
+            while not isinstance(place, Reduce):
+                (child, *more) = (c for c in children(place) if c in held)
+                if more or is_int(child.dtype):
+                    break
+                if isinstance(place, Op) and place.name == "select" and child is not place.args[0]:
+                    known = (*known, *_told_in(place.args[0], child is place.args[1]))
+                place = child
+            cases = (self.visit(place, (*known, *_told_in(condition, holds))) for holds in (True, False))
+            e = substitute(e, {}, {place: select(condition, *cases)})
+        return e
 
     def visit(self, e: Expr, facts: Facts) -> Expr:
         """`e` where the facts hold: linear forms of indices that are at most 0."""
-        if not any(map(_is_division, walk(e))):
+        if self._is_plain(e):
             return e
         facts = tuple(f for f in facts if any(free_axes(t) & free_axes(e) for t in f[0]))
         key = e, self.known.setdefault(tuple((tuple(f.items()), c) for f, c in facts), len(self.known))
@@ -37,20 +64,27 @@ class _Cases:
             self.memo[key] = self._visit(e, facts)
         return self.memo[key]
 
+    def _is_plain(self, e: Expr) -> bool:
+        """Whether nothing in `e` is divided."""
+        if e not in self.plain:
+            divides = isinstance(e, Op) and e.name in ("floordiv", "mod")
+            self.plain[e] = not divides and all(map(self._is_plain, children(e)))
+        return self.plain[e]
+
     def _visit(self, e: Expr, facts: Facts) -> Expr:
         if isinstance(e, Reduce):
             outside = tuple(f for f in facts if not any(e.axis in free_axes(t) for t in f[0]))
-            return with_children(e, (self.visit(e.body, outside),))
+            return with_children(e, (self.whole(e.body, outside, frozenset((e.axis,))),))
         if isinstance(e, Op) and e.name == "select":
             condition = self.visit(e.args[0], facts)
             if isinstance(condition, Const):
                 return self.visit(e.args[1 if condition.value else 2], facts)
-            then = self.visit(e.args[1], (*facts, *_told(condition)))
-            return select(condition, then, self.visit(e.args[2], (*facts, *_told(negate(condition)))))
+            then = self.visit(e.args[1], (*facts, *_told_in(condition, True)))
+            return select(condition, then, self.visit(e.args[2], (*facts, *_told_in(condition, False))))
         args = tuple(self.visit(c, facts) for c in children(e))
         if isinstance(e, Op) and _is_division(e):
             return (floordiv if e.name == "floordiv" else mod)(args[0], int(e.args[1].value), e.dtype, facts)  # type: ignore[union-attr]
-        return _decided(with_children(e, args), facts)
+        return _decided(_undivided(with_children(e, args)), facts)
 
 
 def _is_division(e: Expr) -> bool:
@@ -59,6 +93,48 @@ def _is_division(e: Expr) -> bool:
         return False
     n = e.args[1]
     return isinstance(n, Const) and n.value > 0 and len(free_axes(e.args[0])) > 1
+
+
+def _cases(division: Expr, facts: Facts) -> list[Expr]:
+    """A condition under which a division has the smaller of two quotients; none if there are other than two."""
+    assert isinstance(division, Op) and isinstance(division.args[1], Const)
+    n = int(division.args[1].value)
+    terms, c = linear(division.args[0])
+    rest = {t: k for t, k in least(terms, n).items() if k}, c
+    span = linear_bounds(rest, facts)
+    if span is None or span[1] // n != span[0] // n + 1:
+        return []
+    return [op("lt", from_linear(rest, "i64"), const(span[1] // n * n, "i64"), dtype="bool")]
+
+
+def _holding(e: Expr, condition: Expr, facts: Facts) -> set[Expr]:
+    """The nodes of `e` that hold a division with these cases."""
+    held: set[Expr] = set()
+    for n in walk(e):
+        if any(c in held for c in children(n)) or _is_division(n) and condition in _cases(n, facts):
+            held.add(n)
+    return held
+
+
+def _undivided(e: Expr) -> Expr:
+    """a // n >= b as a >= b · n."""
+    if not isinstance(e, Op) or e.name not in ("lt", "le", "gt", "ge") or not is_int(e.args[0].dtype):
+        return e
+    terms, c = linear(op("sub", *e.args, dtype="i64"))
+    quotients = [t for t in terms if isinstance(t, Op) and t.name == "floordiv" and isinstance(t.args[1], Const)]
+    if len(quotients) != 1 or terms[quotients[0]] != 1 or len(terms) < 2:
+        return e
+    (quotient,) = quotients
+    n = int(quotient.args[1].value)  # type: ignore[union-attr]
+    rest = {t: -k * n for t, k in terms.items() if t is not quotient}
+    # a // n + rest < 0, or <= 0, that is < 1.
+    limit = from_linear((rest, ((e.name in ("le", "gt")) - c) * n), "i64")
+    return op("lt" if e.name in ("lt", "le") else "ge", quotient.args[0], limit, dtype="bool")  # type: ignore[union-attr]
+
+
+def _told_in(condition: Expr, holds: bool) -> Facts:
+    """What is at most 0 where a condition holds, or where it does not."""
+    return _told(condition if holds else negate(condition))
 
 
 def _told(condition: Expr) -> Facts:
