@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .build import substitute
 from .dtype import is_int
-from .expr import Axis, Expr, Index, Load, Op, Reduce, children, free_axes, ref, reductions
+from .expr import Axis, Expr, Index, Load, Op, Reduce, children, free_axes, reductions, ref
 from .integer import from_linear, linear
 
 # Largest extent taken whole when the reduction is no matrix product (a vector of registers).
@@ -138,7 +138,9 @@ def as_sheared(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Sheared | None
         product = as_product(substitute(body, {}, replaced), axis, tiled | {window})
         if product is None:
             continue
-        sides = [frozenset().union(*map(free_axes, side)) & (tiled | {window}) for side in (product.left, product.right)]
+        sides = [
+            frozenset().union(*map(free_axes, side)) & (tiled | {window}) for side in (product.left, product.right)
+        ]
         if {axis, window} in sides and {axis, kept} in sides:
             return Sheared(kept, gone, sign, window, window.name, product)
     return None
@@ -148,8 +150,8 @@ _Position = tuple[Axis, int, int, dict[Expr, int], int]
 
 
 def _positions(e: Expr, tiled: frozenset[Axis]) -> Iterator[tuple[Expr, _Position]]:
-    """What `e` takes from the sum or difference of two indices: the node, the first axis, the factors of both (1 or -1),
-    and the other terms and the constant of its linear form."""
+    """What `e` takes from the sum or difference of two indices: the node, the first axis, the factors of both (1 or
+    -1), and the other terms and the constant of its linear form."""
     if len(free_axes(e) & tiled) < 2:
         return
     if is_int(e.dtype):

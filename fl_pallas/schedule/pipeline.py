@@ -12,7 +12,7 @@ from .dtype import compute_dtype, itemsize
 from .expr import Expr
 from .passes.along import take_along
 from .passes.build_plan import build_plan
-from .passes.by_cases import by_cases
+from .passes.by_cases import by_cases, solved
 from .passes.copies import store_copies
 from .passes.cut import cut_apart
 from .passes.exchange import exchange
@@ -93,6 +93,8 @@ def schedule(
     record("grow_regions", partial(growth_text, growth))
     compute = compute_dtype([v.dtype for v in program.values if v.axes])
     shapes: Shapes = {v.name: v.shape for v in (*program.values, *program.facts)}
+    # What is known of operands is compared with what the groups hold.
+    facts = tuple(f if f.expr is None else replace(f, expr=solved(f.expr, f.axes)) for f in program.facts)
     regions, kernels = [], []
     rejected = list(growth.rejected)
     taken = frozenset(m for region in growth.regions for m in region.members)
@@ -108,8 +110,8 @@ def schedule(
         groups = tuple(map(split_reductions, groups))
         for fused in groups:
             record("split_reductions", partial(fused_text, fused))
-        short, groups = exchange(groups, program, program.facts, f"r{n}", compute)
-        groups = tuple(without_divisions(fused, program.facts) for fused in groups)
+        short, groups = exchange(groups, program, facts, f"r{n}", compute)
+        groups = tuple(without_divisions(fused, facts) for fused in groups)
         groups = tabulate(short, groups, f"r{n}", compute)
         region, along = take_along(program, region, taken, groups[: len(short)])
         groups = (*along, *groups[len(short) :])

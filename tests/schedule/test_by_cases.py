@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import torch
+
+import fl_pallas as fl
 from fl_pallas.schedule.build import select
 from fl_pallas.schedule.expr import Axis, Expr, const, index, load
 from fl_pallas.schedule.integer import floordiv, mod
 from fl_pallas.schedule.passes.by_cases import by_cases
 from fl_pallas.schedule.passes.fuse import Fused, Output
 from fl_pallas.schedule.text import expr_text
+from tests.programs import BY_NAME
 from tests.terms import i64, is_, n
+from tests.unrun import unrun
 
-I, J = Axis("i", 8), Axis("j", 8)
-i, j = index(I), index(J)
+ROW, COLUMN, PLACE = Axis("i", 8), Axis("j", 8), Axis("t", 16)
+i, j, t = index(ROW), index(COLUMN), index(PLACE)
 ZERO = const(0.0, "f32")
 PADDED = i64("add", i64("add", i64("mul", i, n(8)), j), n(8))
 
 
 def simplified(e: Expr) -> Expr:
-    (out,) = by_cases(Fused((Output("o", (I, J), e.dtype, e),))).outputs
+    (out,) = by_cases(Fused((Output("o", (ROW, COLUMN), e.dtype, e),))).outputs
     return out.expr
 
 
@@ -49,10 +54,20 @@ def test_without_a_mask_it_goes_by_cases() -> None:
 
 def test_a_quotient_is_compared_as_what_it_divides() -> None:
     """Of the cases of a position's gradient, the one that a test around it leaves out is not computed."""
-    place = i64("add", i64("add", i64("mul", i, n(16)), index(Axis("t", 16))), n(7))
-    t = index(Axis("t", 16))
+    place = i64("add", i64("add", i64("mul", i, n(16)), t), n(7))
     seen = is_("ge", i64("add", i64("mul", i, n(2)), floordiv(t, 8, "i64")), n(1))
     inside = select(is_("lt", mod(place, 15, "i64"), n(8)), load("k", (floordiv(place, 15, "i64"),), "f32"), ZERO)
-    out = Output("o", (I, Axis("t", 16)), "f32", select(seen, inside, ZERO))
+    out = Output("o", (ROW, PLACE), "f32", select(seen, inside, ZERO))
     (found,) = by_cases(Fused((out,))).outputs
     assert expr_text(found.expr).count("k[") == 1 and "k[i + 1]" in expr_text(found.expr)
+
+
+def test_what_is_known_of_operands_goes_by_the_same_cases() -> None:
+    """The row sums of a softmax's gradient are those of its result by its gradient, with shifted scores too."""
+    case = BY_NAME["transformer_xl"]
+    inputs = case.make_inputs(64, torch.bfloat16, "cpu")
+    with unrun():
+        explanation = fl.explain(case.target(torch.bfloat16, "cpu"), *(x.requires_grad_() for x in inputs))
+    backward = explanation.graphs[1].kernels
+    assert all(len(plan.loops) < 2 for plan in backward)
+    assert any(s.name == "r0_d0" for plan in backward for s in plan.stores)

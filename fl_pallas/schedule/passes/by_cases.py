@@ -1,7 +1,7 @@
 """Positions that views divide: what they are where a mask lets them through.
 
-A relative shift is a view of a padded matrix: the element (i, j) comes from row (i·n + j + n) // (n + 1) of it. That is i
-where a mask lets only j <= i through; and where no mask tells, it is one of two rows, by whether j <= i.
+A relative shift is a view of a padded matrix: the element (i, j) comes from row (i·n + j + n) // (n + 1) of it. That is
+i where a mask lets only j <= i through; and where no mask tells, it is one of two rows, by whether j <= i.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ Facts = tuple[Linear, ...]
 
 def by_cases(fused: Fused) -> Fused:
     """Before: `select(j <= i, k[(i * 8 + j + 8) // 9], -inf)`. After: `select(j <= i, k[i], -inf)`."""
-    return Fused(tuple(replace(o, expr=_Cases().whole(o.expr, (), frozenset(o.axes))) for o in fused.outputs))
+    return Fused(tuple(replace(o, expr=solved(o.expr, o.axes)) for o in fused.outputs))
+
+
+def solved(e: Expr, axes: tuple[Axis, ...]) -> Expr:
+    """`e`, of these axes, with its divided positions by cases."""
+    return _Cases().whole(e, (), frozenset(axes))
 
 
 class _Cases:
