@@ -88,6 +88,15 @@ def _fold(args: tuple[Expr, ...], dtype: str, f: Callable[..., float]) -> Expr |
         return None
 
 
+def _of_either(a: Expr, dtype: str, f: Callable[[float], float]) -> Expr | None:
+    """A function of a number, or of one of several, by conditions: the logarithm of a mask of ones and zeros."""
+    if not isinstance(a, Op) or a.name != "select":
+        return _fold((a,), dtype, f)
+    condition, *numbers = a.args
+    then, other = (_of_either(n, dtype, f) for n in numbers)
+    return None if then is None or other is None else select(condition, then, other)
+
+
 def _add(args: tuple[Expr, ...], dtype: str) -> Expr | None:
     a, b = args
     if isinstance(a, Const) and a.value == 0:
@@ -236,7 +245,7 @@ _RULES: dict[str, Callable[[tuple[Expr, ...], str], Expr | None]] = {
     "sub": _sub,
     "mul": _mul,
     "div": _div,
-    "neg": lambda args, dtype: _fold(args, dtype, lambda x: -x),
+    "neg": lambda args, dtype: _of_either(args[0], dtype, lambda x: -x),
     "floordiv": _floordiv,
     "mod": _mod,
     "select": lambda args, dtype: select(*args),
@@ -244,8 +253,9 @@ _RULES: dict[str, Callable[[tuple[Expr, ...], str], Expr | None]] = {
     "not": _not,
     "and": _and,
     "or": _or,
-    "sqrt": lambda args, dtype: _fold(args, dtype, math.sqrt),
-    "exp": lambda args, dtype: _fold(args, dtype, math.exp),
+    "sqrt": lambda args, dtype: _of_either(args[0], dtype, math.sqrt),
+    "exp": lambda args, dtype: _of_either(args[0], dtype, math.exp),
+    "log": lambda args, dtype: _of_either(args[0], dtype, lambda x: math.log(x) if x else -math.inf),
 }
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .build import substitute
-from .dtype import is_int
-from .expr import Axis, Expr, Index, Load, Op, Reduce, children, free_axes, reductions, ref
+from .dtype import is_float, is_int
+from .expr import Axis, Expr, Index, Load, Op, Reduce, children, const, free_axes, reductions, ref
 from .integer import from_linear, linear
 
 # Largest extent taken whole when the reduction is no matrix product (a vector of registers).
@@ -30,6 +30,8 @@ def factors(e: Expr) -> list[Expr]:
     """The factors of a product, in order."""
     if isinstance(e, Op) and e.name == "mul":
         return [f for a in e.args for f in factors(a)]
+    if isinstance(e, Op) and e.name == "neg" and is_float(e.dtype):
+        return [const(-1.0, e.dtype), *factors(e.args[0])]
     return [e]
 
 

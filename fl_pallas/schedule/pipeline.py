@@ -19,14 +19,14 @@ from .passes.exchange import exchange
 from .passes.expand_squares import expand_squares
 from .passes.fuse import Fused, Output, fuse
 from .passes.group_rows import group_features, group_rows
-from .passes.grow_regions import Region, Rejected, grow_regions
+from .passes.grow_regions import Region, Rejected
 from .passes.hold import hold
 from .passes.interchange import interchange
 from .passes.lay_out import lay_out
 from .passes.part import Kernel, part_outputs, ways_to_part
 from .passes.places import places
 from .passes.prologue import into_prologues
-from .passes.resolve_views import resolve_views
+from .passes.rounded import grow_rounded
 from .passes.share import lend, loading, share
 from .passes.skip_tiles import skip_tiles
 from .passes.split_loop import split_loop
@@ -85,11 +85,12 @@ def schedule(
     if verify:
         verify_program(program)
     record("program", partial(program_text, program))
-    viewed, program = program, resolve_views(program)
+    viewed = program
+    program, growth, rounded = grow_rounded(viewed)
+    program, growth = store_copies(viewed, program, growth, rounded)
     if verify:
         verify_program(program)
     record("resolve_views", partial(program_text, program))
-    program, growth = store_copies(viewed, program, grow_regions(program))
     record("grow_regions", partial(growth_text, growth))
     compute = compute_dtype([v.dtype for v in program.values if v.axes])
     shapes: Shapes = {v.name: v.shape for v in (*program.values, *program.facts)}

@@ -18,15 +18,23 @@ from .surround import uses_division
 COPY = "aten.clone.default"
 
 
-def store_copies(viewed: Program, program: Program, growth: Growth) -> tuple[Program, Growth]:
-    """A Program as it was before its views were resolved, and after; its regions → the two with copies for results."""
+def store_copies(
+    viewed: Program, program: Program, growth: Growth, rounded: Set[str] = frozenset()
+) -> tuple[Program, Growth]:
+    """A Program with its views, and without; its regions → the two latter with copies for results, or with what all
+    that PyTorch goes on with is a view of: its dimensions are the user's, and not those of a batch of products.
+
+    Args:
+      rounded: casts that are no views.
+    """
     inside = frozenset(m for region in growth.regions for m in region.members)
     results = (name for region in growth.regions for name in region.outputs)
-    copies = {name: chain[-1].name for name in results if (chain := copied(viewed, name, inside))}
-    if not copies:
+    chains = {name: copied(viewed, name, inside) or _views(viewed, name) for name in results}
+    seen = {n: chain[-1].name for n, chain in chains.items() if chain and not readers(viewed, chain[-1].name) & inside}
+    if not seen:
         return program, growth
-    regions = (replace(r, outputs=tuple(copies.get(n, n) for n in r.outputs)) for r in growth.regions)
-    return resolve_views(viewed, frozenset(copies.values())), replace(growth, regions=tuple(regions))
+    regions = (replace(r, outputs=tuple(seen.get(n, n) for n in r.outputs)) for r in growth.regions)
+    return resolve_views(viewed, frozenset(seen.values()), rounded), replace(growth, regions=tuple(regions))
 
 
 def copied(program: Program, name: str, inside: Set[str], later: Set[str] = frozenset()) -> tuple[Value, ...]:
@@ -38,22 +46,31 @@ def copied(program: Program, name: str, inside: Set[str], later: Set[str] = froz
       inside: what kernels compute. Of what they read PyTorch makes no copy.
       later: what is not looked at.
     """
+    chain = _views(program, name, later)
+    while chain and chain[-1].op != COPY:
+        chain = chain[:-1]
+    if not chain or readers(program, chain[-1].name) & inside:
+        return ()
+    along = _seen(chain).index[-1]
+    last = next((a for a in reversed(chain[-1].axes) if a.extent > 1), chain[-1].axes[-1])
+    return chain if along is index(last) else ()
+
+
+def _views(program: Program, name: str, later: Set[str] = frozenset()) -> tuple[Value, ...]:
+    """The views, each of the one before and the first of `name`, through which alone all others see it, and that keep
+    its dimensions whole."""
     chain = [program.by_name[name]]
-    while chain[-1].op != COPY or len(chain) == 1:
+    while chain[-1].name not in program.outputs:
         last = chain[-1]
         users = [u for u in program.users[last.name] if u not in later]
-        if last.name in program.outputs or len(users) != 1:
-            return ()
-        view = program.by_name[users[0]]
-        if not view.is_view or view.expr is None or (view.numel, view.dtype) != (last.numel, last.dtype):
-            return ()
+        view = program.by_name[users[0]] if len(users) == 1 else last
+        if view is last or not view.is_view or (view.numel, view.dtype) != (last.numel, last.dtype):
+            break
+        assert view.expr is not None
         if uses_division(view.expr):
-            return ()
+            break
         chain.append(view)
-    read = readers(program, chain[-1].name)
-    along = _seen(chain[1:]).index[-1]
-    last = next((a for a in reversed(chain[-1].axes) if a.extent > 1), chain[-1].axes[-1])
-    return tuple(chain[1:]) if read and not read & inside and along is index(last) else ()
+    return tuple(chain[1:])
 
 
 def seen_through(chain: tuple[Value, ...], value: Value) -> Value:

@@ -17,6 +17,7 @@ from ..build import op, substitute
 from ..dtype import itemsize
 from ..expr import Axis, Expr, Load, free_axes, index, load, loads, reductions
 from ..program import Program, Value, depends
+from .epilogue import with_epilogue, with_sparing_epilogue
 from .joins import (
     Seed,
     along_shared,
@@ -31,7 +32,7 @@ from .joins import (
     turned,
 )
 from .resolve_views import inline_load, root_of
-from .surround import AllSides, divides, uses_division, with_epilogue, with_prologue
+from .surround import AllSides, divides, uses_division, with_prologue
 
 RETURNED = (
     "the captured graph returns it, and its size is that of the blow-up"
@@ -142,7 +143,7 @@ def grow_regions(program: Program) -> Growth:
     # Later regions first: what several of them feed can only be computed by the last.
     finished: list[Group] = []
     for members, sides in sorted(groups, key=lambda g: -max(place[m] for m in g[0])):
-        members = with_epilogue(program, members, taken - members)
+        members = with_sparing_epilogue(program, members, taken - members)
         taken |= members
         finished.insert(0, (members, sides))
     large = frozenset[str]().union(*(seed.large for seed in grown))

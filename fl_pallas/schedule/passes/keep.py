@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 
 from ...errors import Unsupported
-from ..build import COMPARISONS, row_major
+from ..build import COMPARISONS, row_major, substitute
 from ..dtype import compute_dtype, is_float, is_int, itemsize
-from ..expr import Load, Op, index, loads, reductions, walk
+from ..expr import Expr, Load, Op, index, load, loads, reductions, walk
 from ..integer import linear
 from ..program import Program, Value, depends
 from .copies import copied, seen_through
@@ -17,6 +17,7 @@ from .fuse import fuse
 from .grow_regions import grow_regions
 from .joins import given_or_returned
 from .resolve_views import inline_load, inlined, resolve_views, root_of
+from .rounded import grow_rounded
 from .surround import is_rounded
 
 
@@ -54,10 +55,11 @@ def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) ->
     for v in joint.values:
         if v.name.startswith("tangents") or later.intersection(v.reads):
             later.add(v.name)
-    whole = resolve_views(replace(joint, outputs=(*forward, *backward)))
+    _, _, rounded = grow_rounded(replace(joint, outputs=forward))
+    whole = resolve_views(replace(joint, outputs=(*forward, *backward)), rounded=rounded)
     # Positions, and how many there are of something: computed again, they might be others.
     positions = tuple(v.name for v in whole.values if v.name not in later and _is_found(v))
-    cheap, statistics, fused = _kept(resolve_views(replace(joint, outputs=(*forward, *positions))))
+    cheap, statistics, fused = _kept(replace(joint, outputs=(*forward, *positions)))
     saved: set[str] = set()
     stack = [root_of(whole, name) for name in backward]
     seen: set[str] = set()
@@ -97,22 +99,24 @@ def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) ->
     facts = tuple(f for f in facts if f.name in known)
     chains = {n: chain for n in saved & fused - exact if (chain := copied(joint, n, fused, later))}
     copies = {n: chain[-1].name for n, chain in chains.items()}
-    names = frozenset(copies.get(n, n) for n in saved | known)
-    facts = tuple(seen_through(chains[f.name], f) if f.name in chains else f for f in facts)
+    casts = {n: cast for n in saved - known if (cast := _rounded_alone(joint, n, {*forward}))}
+    names = frozenset(copies.get(n) or (casts[n].name if n in casts else n) for n in saved | known)
+    facts = tuple(_with_casts(seen_through(chains[f.name], f) if f.name in chains else f, casts) for f in facts)
     return Kept(names, exact, facts, tuple(chains.values()))
 
 
-def _kept(program: Program) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """Names of the values of a forward Program that may be kept, of those among them that are statistics of a row, and
-    of all that kernels compute.
+def _kept(viewed: Program) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """Names of the values of a forward Program, with its views, that may be kept, of those among them that are
+    statistics of a row, and of all that kernels compute.
 
     What PyTorch computes may, as PyTorch itself would. Of what kernels compute, their results may, and reductions that
     have lost a side of the blow-up (the statistics); the rest is a blow-up, or cheap.
     """
+    program, growth, _ = grow_rounded(viewed)
     found = {v.name for v in program.values if not v.is_view}
     statistics: set[str] = set()
     fused: set[str] = set()
-    for region in grow_regions(program).regions:
+    for region in growth.regions:
         fused.update(region.members)
         results = {root_of(program, name) for name in region.outputs}
         for v in (program.by_name[m] for m in region.members):
@@ -195,6 +199,23 @@ def _rounded_again(program: Program, backward: tuple[str, ...], saved: set[str],
     inside = {m for region in grow_regions(alone).regions for m in region.members}
     left = (v for v in alone.values if v.name in fused - inside and v.expr is not None and not v.is_view)
     return {v.name for v in left if is_rounded(alone, v, inside)}
+
+
+def _rounded_alone(joint: Program, name: str, results: Set[str]) -> Value | None:
+    """The cast to fewer bits that alone reads a value; None if there is none."""
+    users = joint.users[name]
+    cast = joint.by_name[users[0]] if len(users) == 1 and name not in results else None
+    if cast is None or not cast.is_view or not is_float(cast.dtype):
+        return None
+    return cast if itemsize(cast.dtype) < itemsize(joint.by_name[name].dtype) else None
+
+
+def _with_casts(fact: Value, casts: Mapping[str, Value]) -> Value:
+    """A fact in terms of the casts of values in their place."""
+    assert fact.expr is not None
+    read = (n for n in loads(fact.expr) if n.source in casts)
+    held: dict[Expr, Expr] = {n: load(casts[n.source].name, n.index, casts[n.source].dtype) for n in read}
+    return replace(fact, expr=substitute(fact.expr, {}, held))
 
 
 def _alone(program: Program, backward: tuple[str, ...], saved: set[str], facts: tuple[Value, ...] = ()) -> Program:

@@ -24,16 +24,20 @@ def inlined(e: Expr, values: Mapping[str, Value]) -> Expr:
     return e
 
 
-def resolve_views(program: Program, kept: Set[str] = frozenset()) -> Program:
-    """`y = x.T; z[i,j] = y[i,j]` → `z[i,j] = x[j,i]`. Views that PyTorch still needs stay, and `kept`; so do constants.
+def resolve_views(program: Program, kept: Set[str] = frozenset(), rounded: Set[str] = frozenset()) -> Program:
+    """`y = x.T; z[i,j] = y[i,j]` → `z[i,j] = x[j,i]`. Views that PyTorch still needs stay; so do constants.
 
     An axis that a value does not depend on (it was expanded before it was computed) is read at 0. What PyTorch rounds
     to 16 bits, and reads by an operation that kernels know nothing of (the largest k of it), is no view of what it was.
+
+    Args:
+      kept: views that stay, and are loaded as they are.
+      rounded: casts that are no views.
     """
     out: dict[str, Value] = {}
     for v in program.values:
         if v.expr is not None:
-            expr = raw_op("cast", (v.expr,), v.dtype) if _is_rounded(program, v) else v.expr
+            expr = raw_op("cast", (v.expr,), v.dtype) if v.name in rounded or _is_rounded(program, v) else v.expr
             while found := {
                 n: new for n in loads(expr) if n.source not in kept and (new := _resolved(n, out[n.source])) is not n
             }:

@@ -149,6 +149,8 @@ def _plain(body: Expr, scope: Scope) -> list[Term]:
 
 def _factors(e: Expr, scope: Scope) -> tuple[Expr, ...]:
     """The factors of a product, taken apart as far as some of them are free of the loop axis."""
+    if isinstance(e, Op) and e.name == "neg":
+        return (scope.const(-1.0), *_factors(e.args[0], scope))
     if not isinstance(e, Op) or e.name != "mul":
         return (e,)
     parts = [_factors(a, scope) for a in e.args]

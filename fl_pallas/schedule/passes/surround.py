@@ -1,31 +1,25 @@
-"""What comes along with a region: what finishes its results, and producers that are large too or cost little."""
+"""What comes before a region: producers that are as large, or cost little."""
 
 from __future__ import annotations
 
+import math
+
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Load, Op, free_axes, loads, reductions, walk
-from ..program import Program, Value, depends
+from ..program import Program, Value
+from ..target import HOPPER
+from .choose import COSTLY
 from .joins import Sides, is_of_positions
+from .resolve_views import root_of
+from .weigh import ISSUED, LAUNCH, MOVED
 
 # Float operations of a prologue that may be repeated in the loop (column side) or per row tile (row side).
 MAX_COLUMN_OPS, MAX_ROW_OPS = 3, 12
+# Rows of a tile; and instructions for an element that goes through registers to the matrix units, where what is loaded
+# as it is goes there straight.
+ROWS, THROUGH_REGISTERS = 128, 8
 
 AllSides = dict[str, tuple[Sides, ...]]
-
-
-def with_epilogue(program: Program, members: set[str], others: set[str]) -> set[str]:
-    """Add pointwise values that only finish what the region returns (gates, scalings, differences)."""
-    members = set(members)
-    for v in program.values:
-        if v.name in members | others or v.expr is None or v.is_view or v.projection or not is_float(v.dtype):
-            continue
-        inner = [r for r in v.reads if r in members]
-        if not inner or reductions(v.expr) or uses_division(v.expr):
-            continue
-        same_size = v.numel == max(program.by_name[r].numel for r in inner)
-        if same_size and not depends(program, set(v.reads) - members, members):
-            members.add(v.name)
-    return members
 
 
 def uses_division(e: Expr) -> bool:
@@ -41,27 +35,71 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
     """Add producers that would be as large as the blow-up, or are cheap enough to repeat; none that a region has."""
     members, sides = set(members), dict(sides)
     others = taken - members
+    tiles = max((math.prod(a.extent for a in rows) for own in sides.values() for rows, _ in own), default=1) // ROWS
     chosen_by = _choosing(program, members)
+    returned = {root_of(program, name) for name in program.outputs}
+    loops: dict[str, frozenset[Axis]] = {}
     for v in reversed(program.values):
         readers = [program.by_name[u] for u in program.users[v.name] if u in members]
         if v.name in members | others or v.expr is None or v.is_view or not readers:
             continue
         rows, cols, two_sided = _read_along(v, readers, sides)
+        loops[v.name] = cols if _is_costly_side(program, v) else cols | rows & _summed(v, readers, loops)
         sides[v.name] = ((rows, cols),)
         expands = v.numel > sum(program.by_name[r].numel for r in v.reads)
         if two_sided or (expands and (not reductions(v.expr) or len(v.reads) == 1)) or _is_distance(program, v):
             fits = expands or not reductions(v.expr)
         elif reductions(v.expr) or v.projection or (is_float(v.dtype) and _read_across(v, readers)):
             fits = False
-        elif v.name in chosen_by or (v.name in program.outputs and is_rounded(program, v, members)):
+        elif v.name in chosen_by or (v.name in returned and is_rounded(program, v, members)):
             # PyTorch makes it in any case, and not to the last bit as a kernel does: what it is compared with, or what
             # another pass makes of it, is of PyTorch's.
+            fits = False
+        elif isinstance(v.expr, Op) and v.expr.name == "cast" and isinstance(v.expr.args[0], Load):
+            fits = False  # a cast that is no view is PyTorch's
+        elif loops[v.name] and _takes_longer(program, v, members, tiles):
             fits = False
         else:
             fits = _cost(v.expr) <= (MAX_COLUMN_OPS if cols else MAX_ROW_OPS)
         if fits:
             members.add(v.name)
     return members
+
+
+def _takes_longer(program: Program, v: Value, members: set[str], tiles: int) -> bool:
+    """Whether so many tiles of rows, which each compute `v` in their loop, take longer than PyTorch does once.
+
+    Rotated keys, say. Factors alone leave a product of matrices, but for one that is loaded as it is.
+    """
+    assert v.expr is not None
+    wide = [f for f in _factors(v.expr) if not _is_narrow(f, v)]
+    if all(isinstance(f, Load) for f in wide) and len(wide) <= 1:
+        return False
+    read = (program.by_name[root_of(program, r)] for r in v.reads)
+    # PyTorch's kernel of what `v` reads would make it too.
+    made = any(r.expr is not None and not r.projection and r.name not in members for r in read)
+    inside = tiles * v.numel * (_cost(v.expr) + THROUGH_REGISTERS) / (ISSUED * HOPPER.processors)
+    return inside > (0 if made else LAUNCH) + 2 * v.numel * itemsize(v.dtype) / MOVED
+
+
+def _is_costly_side(program: Program, v: Value) -> bool:
+    """Whether `v` is a side of products in 16 bits that takes costly operations, which one kernel stores for another
+    (tabulate)."""
+    around = [v, *(program.by_name[r] for r in v.reads)]
+    nodes = (n for u in around if u.expr is not None and not reductions(u.expr) for n in walk(u.expr))
+    return itemsize(v.dtype) == 2 and any(isinstance(n, Op) and n.name in COSTLY for n in nodes)
+
+
+def _factors(e: Expr) -> list[Expr]:
+    """The factors of products and quotients, but for signs."""
+    if isinstance(e, Op) and e.name in ("mul", "div", "neg"):
+        return [f for a in e.args for f in _factors(a)]
+    return [e]
+
+
+def _is_narrow(e: Expr, v: Value) -> bool:
+    """Whether `e` is the same along an axis of `v`: a scale of rows, or of features."""
+    return any(a.extent > 1 and a not in free_axes(e) for a in v.axes)
 
 
 def is_rounded(program: Program, v: Value, readers: set[str]) -> bool:
@@ -128,6 +166,21 @@ def _read_along(v: Value, readers: list[Value], sides: AllSides) -> tuple[frozen
                 cols |= along_cols
             two_sided |= large
     return frozenset(rows), frozenset(cols), two_sided
+
+
+def _summed(v: Value, readers: list[Value], loops: dict[str, frozenset[Axis]]) -> frozenset[Axis]:
+    """Axes of `v` that readers sum over (those of their loops, or of features), or others that read these.
+
+    Args:
+      loops: such axes of values before `v`.
+    """
+    found: set[Axis] = set()
+    for reader in readers:
+        assert reader.expr is not None
+        reduced = frozenset(r.axis for r in reductions(reader.expr)) | loops.get(reader.name, frozenset())
+        for node in (n for n in loads(reader.expr) if n.source == v.name):
+            found |= {a for a, i in zip(v.axes, node.index, strict=True) if free_axes(i) & reduced}
+    return frozenset(found)
 
 
 _COSTS = {

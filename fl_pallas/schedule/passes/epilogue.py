@@ -1,0 +1,74 @@
+"""What finishes the results of a region (gates, scalings, differences) is computed by its kernels where that spares
+memory traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from ..dtype import is_float, itemsize
+from ..expr import loads, reductions
+from ..program import Program, Value, depends
+from .resolve_views import readers, root_of
+from .surround import uses_division
+from .weigh import LAUNCH, MOVED
+
+# Bytes of a launch's time, and the share of them that is worth the trouble.
+LAUNCHED = LAUNCH * MOVED
+WORTH = LAUNCHED // 4
+
+
+def with_epilogue(program: Program, members: set[str], others: set[str]) -> set[str]:
+    """Add pointwise values that only finish what the region returns."""
+    members = set(members)
+    for v in program.values:
+        if v.name in members | others or v.expr is None or v.is_view or v.projection or not is_float(v.dtype):
+            continue
+        inner = [r for r in v.reads if r in members]
+        if not inner or reductions(v.expr) or uses_division(v.expr):
+            continue
+        same_size = v.numel == max(program.by_name[r].numel for r in inner)
+        if same_size and not depends(program, set(v.reads) - members, members):
+            members.add(v.name)
+    return members
+
+
+def with_sparing_epilogue(program: Program, members: set[str], others: set[str]) -> set[str]:
+    """`with_epilogue`, but for what PyTorch finishes with less to load and to store, along with what it goes on with.
+
+    The gradient of rotated queries, say: PyTorch would read two products with it, each as large, of 32 bits.
+    """
+    every = with_epilogue(program, members, others)
+    best = every
+    for name in [v.name for v in reversed(program.values) if v.name in every - members]:
+        fewer = best - {name}
+        if _moved(program, fewer, every) <= _moved(program, best, every):
+            best = fewer
+    return best if _moved(program, best, every) + WORTH < _moved(program, every, every) else every
+
+
+def _moved(program: Program, members: set[str], every: Set[str]) -> int:
+    """Bytes that are stored and loaded for what leaves some members, and for the rest of `every`, by PyTorch."""
+    total, launched = 0, False
+    for name in every:
+        v = program.by_name[name]
+        around = readers(program, name) - members
+        fused = {r for r in around if _takes_along(program.by_name[r])}
+        final = name in program.outputs or len(around) > len(fused) or _is_seen(program, name)
+        own = v.numel * itemsize(v.dtype)
+        if name in members:
+            total += own * ((bool(fused) or final) + bool(fused))
+            launched |= bool(fused)
+        else:
+            total += own * final
+            launched = True
+    return total + launched * LAUNCHED
+
+
+def _is_seen(program: Program, name: str) -> bool:
+    """Whether a view of a value is returned."""
+    return any(root_of(program, out) == name for out in program.outputs)
+
+
+def _takes_along(v: Value) -> bool:
+    """Whether PyTorch may compute what `v` reads in the kernel of `v`, no product of matrices."""
+    return v.expr is not None and not v.projection and all(len(loads(r.body)) == 1 for r in reductions(v.expr))

@@ -1,0 +1,113 @@
+"""What comes before and behind attention is fused where that is quicker, and else PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fl_pallas as fl
+from fl_pallas.schedule.expr import Load, free_axes, loads
+from fl_pallas.schedule.passes import epilogue, surround
+from fl_pallas.schedule.plan import Accumulator, KernelPlan, operand_names
+from fl_pallas.schedule.program import Program
+from tests.oracle import check, check_gradients
+from tests.unrun import unrun
+
+BATCH, HEADS, WIDTH = 4, 8, 64
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat((-b, a), -1) * sin
+
+
+def rotary(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """In the type of the model."""
+    cos, sin = cos.to(q.dtype), sin.to(q.dtype)
+    return F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v)
+
+
+def rotary_wide(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """In 32 bits, rounded for the product."""
+    q, k = (rotated(x.float(), cos, sin).to(x.dtype) for x in (q, k))
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q + cos[0].to(q.dtype), k - sin[0].to(q.dtype), v.relu())
+
+
+def normed(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    q, k = (F.rms_norm(x, [x.shape[-1]]) for x in (q, k))
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return F.rms_norm(o * cos.sum().to(o.dtype), [o.shape[-1]])
+
+
+def gated(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v) * torch.sigmoid(q) * sin[0].to(q.dtype)
+
+
+VARIANTS: list[Callable] = [rotary, rotary_wide, biased, normed, gated]
+
+
+def draw(queries: int, keys: int, device: torch.device, dtype: torch.dtype, batch: int = BATCH) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(batch, HEADS, n, WIDTH, generator=generator) for n in (queries, keys, keys))
+    cos, sin = (f(torch.arange(keys)[:, None] * torch.linspace(0, 1, WIDTH)) for f in (torch.cos, torch.sin))
+    return [*(t.to(dtype).to(device) for t in (q, k, v)), cos.to(device), sin.to(device)]
+
+
+def kernels(fn: Callable, inputs: list[Tensor]) -> tuple[list[KernelPlan], list[Program]]:
+    with unrun():
+        graphs = fl.explain(fn, *inputs).graphs
+    made = [g.schedule for g in graphs if g.schedule is not None]
+    return [p for s in made for region in s.kernels for p in region], [s.program for s in made]
+
+
+def in_loops(plan: KernelPlan) -> list[Load]:
+    """What a kernel loads at every step of a loop."""
+    steps = [(s, loop.axis) for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)]
+    return [n for s, axis in steps for n in loads(s.update) if axis in free_axes(n)]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("fn", [rotary, rotary_wide])
+def test_rows_that_many_tiles_read_are_rotated_once(fn: Callable, training: bool, device: torch.device) -> None:
+    inputs = [t.requires_grad_(training and n < 3) for n, t in enumerate(draw(2048, 2048, device, torch.bfloat16))]
+    plans, programs = kernels(fn, inputs)
+    assert len(plans) == (3 if training else 1)
+    for program, names in ((p, {v.name for v in p.values if v.shape == (2048, WIDTH)}) for p in programs):
+        assert names or program is programs[-1]
+        assert not names & {n.source for p in plans for n in in_loops(p)}
+    # The gradients of what is rotated are stored as they are rounded; what PyTorch makes of them it makes at once.
+    wide = [s for p in plans for s in p.stores if len(s.shape) == 4 and s.shape[-1] == WIDTH]
+    assert [s.dtype for s in wide] == ["bf16"] * len(wide) and len(wide) == (4 if training else 1)
+
+
+def test_rows_that_one_tile_reads_are_rotated_there(device: torch.device) -> None:
+    """A few queries: rotated keys would be stored for one reader."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k * cos.to(k.dtype) + sin.to(k.dtype), v)
+
+    plans, _ = kernels(run, draw(16, 4096, device, torch.bfloat16))
+    assert any(len(operand_names(p)) >= 5 for p in plans)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fn", VARIANTS)
+def test_either_way_is_right(fn: Callable, dtype: torch.dtype, device: torch.device, monkeypatch) -> None:
+    """As if launches took no time: what PyTorch can do it does."""
+    monkeypatch.setattr(surround, "LAUNCH", 0)
+    monkeypatch.setattr(surround, "ROWS", 16)
+    monkeypatch.setattr(epilogue, "LAUNCHED", 0)
+    monkeypatch.setattr(epilogue, "WORTH", 0)
+    inputs = draw(100, 100, device, dtype, batch=1)
+    compiled = fl.compile(fn)
+    with torch.no_grad():
+        check(fn, inputs, compiled(*inputs))
+    check_gradients(fn, compiled, inputs)
