@@ -9,9 +9,13 @@ import torch
 
 from ..kernels.blocks import Block
 
+# Descriptors, for one kernel each, that are kept: of 128 bytes for each block.
+KEPT = 128
+
 
 class Descriptors:
-    """Makes the descriptors of blocks for operands that lie as these do; the last ones are kept.
+    """Makes the descriptors of blocks for operands that lie as these do; some are kept: the layers of a model share a
+    kernel, and find their memory at the same places again.
 
     Args:
       blocks: each with what Triton's metadata tells of it: "block_size", "swizzle", "elem_size", "elem_type".
@@ -30,13 +34,15 @@ class Descriptors:
             shape, strides = [t.shape[d] for d in block.dims], [t.stride(d) for d in block.dims]
             kind = (meta["swizzle"], meta["elem_size"], host[meta["elem_type"]])
             self._fixed.append((block.operand, (*kind, meta["block_size"], shape, strides, 0)))
-        self._latest: tuple[list[int], tuple[Any, ...]] = ([], ())
+        self._made: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
     def at(self, pointers: Sequence[int]) -> tuple[Any, ...]:
         """The descriptors for operands at these addresses (`pointers` may go on)."""
-        where = [pointers[operand] for operand, _ in self._fixed]
-        latest, made = self._latest
-        if latest != where:
+        where = tuple([pointers[operand] for operand, _ in self._fixed])
+        made = self._made.get(where)
+        if made is None:
+            if len(self._made) >= KEPT:
+                self._made.clear()
             made = tuple(self._fill(p, *fixed) for p, (_, fixed) in zip(where, self._fixed, strict=True))
-            self._latest = where, made
+            self._made[where] = made
         return made

@@ -103,6 +103,7 @@ def test_rows_that_one_tile_reads_are_rotated_there(device: torch.device) -> Non
 def test_either_way_is_right(fn: Callable, dtype: torch.dtype, device: torch.device, monkeypatch) -> None:
     """As if launches took no time: what PyTorch can do it does."""
     monkeypatch.setattr(surround, "LAUNCH", 0)
+    monkeypatch.setattr(surround, "WORTH", 0)
     monkeypatch.setattr(surround, "ROWS", 16)
     monkeypatch.setattr(epilogue, "LAUNCHED", 0)
     monkeypatch.setattr(epilogue, "WORTH", 0)

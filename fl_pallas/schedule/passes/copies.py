@@ -21,15 +21,15 @@ COPY = "aten.clone.default"
 def store_copies(
     viewed: Program, program: Program, growth: Growth, rounded: Set[str] = frozenset()
 ) -> tuple[Program, Growth]:
-    """A Program with its views, and without; its regions → the two latter with copies for results, or with what all
-    that PyTorch goes on with is a view of: its dimensions are the user's, and not those of a batch of products.
+    """A Program with its views, and without; its regions → the two latter with copies for results, or with views that
+    PyTorch goes on with: in the dimensions of an input, and not those of a batch of products.
 
     Args:
       rounded: casts that are no views.
     """
     inside = frozenset(m for region in growth.regions for m in region.members)
     results = (name for region in growth.regions for name in region.outputs)
-    chains = {name: copied(viewed, name, inside) or _views(viewed, name) for name in results}
+    chains = {name: copied(viewed, name, inside) or _as_given(viewed, name) for name in results}
     seen = {n: chain[-1].name for n, chain in chains.items() if chain and not readers(viewed, chain[-1].name) & inside}
     if not seen:
         return program, growth
@@ -54,6 +54,15 @@ def copied(program: Program, name: str, inside: Set[str], later: Set[str] = froz
     along = _seen(chain).index[-1]
     last = next((a for a in reversed(chain[-1].axes) if a.extent > 1), chain[-1].axes[-1])
     return chain if along is index(last) else ()
+
+
+def _as_given(program: Program, name: str) -> tuple[Value, ...]:
+    """The views that lead from a value to the last one that is as large in each dimension as an input."""
+    given = {v.shape for v in program.values if v.op == "input"}
+    chain = _views(program, name)
+    while chain and chain[-1].shape not in given:
+        chain = chain[:-1]
+    return chain
 
 
 def _views(program: Program, name: str, later: Set[str] = frozenset()) -> tuple[Value, ...]:

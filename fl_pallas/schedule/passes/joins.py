@@ -123,8 +123,9 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     """Whether a region grows from this join.
 
     Joins with a weight are projections unless they are normalised (learned keys) and larger than
-    their sources. Others must be larger than their sources and be reduced later; a shorter one
-    (short sequences) must be coupled, and not merely lead to another join of that kind.
+    their sources. Others must be larger than their sources and be reduced later, those of elements also larger than
+    all inputs, or normalised; a shorter one (short sequences) must be coupled, and not merely lead to another join of
+    that kind.
     """
     v = seed.value
     assert v.expr is not None
@@ -136,7 +137,9 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
         contraction = max((r.axis.extent for r in reductions(v.expr)), default=1)
         return followed and larger and contraction <= MAX_WEIGHT_CONTRACTION and _is_normalised(program, seed)
     if larger:
-        return followed
+        # Angles, positions by frequencies: a table that is smaller than what it turns.
+        given = max((i.numel for i in program.values if i.op == "input"), default=0)
+        return followed and (not is_outer(v) or v.numel > given or _is_normalised(program, seed))
     later = (s.value for s in seeds if s is not seed and _feeds(program, v.name, s.value.name))
     return coupled and followed and not any(not has_weight(program, s) and _asks_again(program, s) for s in later)
 

@@ -8,11 +8,12 @@ Nobody computes anything twice, for each row is in one program of that kernel.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
 
-from ..build import cast, substitute
-from ..expr import Axis, Expr, Index, Load, index, loads
+from ..build import cast, op, row_major, substitute
+from ..expr import Axis, Expr, Index, Load, Op, free_axes, index, loads
+from ..integer import linear
 from ..plan import KernelPlan, Store, expressions, operand_names
 from .lay_out import rewritten
 
@@ -58,9 +59,14 @@ def _order(plans: Sequence[KernelPlan], small: KernelPlan, host: KernelPlan) -> 
 def _taken(small: KernelPlan, host: KernelPlan) -> KernelPlan | None:
     """`host` with all that `small` computes and stores; None unless each of its programs has rows of its own."""
     places = _places(small, host)
-    # A program that has some of the features alone would do it again for each part of them.
-    choices = [c for c in (host.choices, *host.others) if all((c.tile(a) or 1) >= a.extent for a in host.features)]
-    if places is None or host.choices not in choices or small.compute != host.compute:
+    if places is None or small.compute != host.compute:
+        return None
+    # A program that has some of the features alone would do it again for each part of them; and a tile of what stands
+    # for several dimensions lies in none.
+    single = {a for at in places.values() if not isinstance(at, Index) for a in free_axes(at)}
+    every = [c for c in (host.choices, *host.others) if all((c.tile(a) or 1) >= a.extent for a in host.features)]
+    choices = [c for c in every if all((c.tile(a) or 1) == 1 for a in single)]
+    if host.choices not in choices:
         return None
     stores = {s.name: s for s in small.stores}
 
@@ -77,34 +83,55 @@ def _taken(small: KernelPlan, host: KernelPlan) -> KernelPlan | None:
     return None if _reads(made, small) else made
 
 
-def _places(small: KernelPlan, host: KernelPlan) -> dict[Axis, Axis] | None:
-    """For each axis of `small` the one of `host` that it is, whose programs have all rows once; None if they do not."""
+def _places(small: KernelPlan, host: KernelPlan) -> dict[Axis, Expr] | None:
+    """For each axis of `small` what it is in `host`, whose programs have all rows once; None if they do not."""
     stores = {s.name: s for s in small.stores}
-    places: dict[Axis, Axis] = {}
+    places: dict[Axis, Expr] = {}
     for node in dict.fromkeys(n for e in expressions(host) for n in loads(e) if n.source in stores):
         store = stores[node.source]
         if store.dims:
             return None
         for axis, at in zip(store.axes, node.index, strict=True):
-            if axis.extent > 1 and axis not in small.features:
-                if not isinstance(at, Index) or places.setdefault(axis, at.axis) != at.axis:
-                    return None
+            if axis.extent > 1 and axis not in small.features and places.setdefault(axis, at) is not at:
+                return None
     rows = {*host.grid} - {*host.features}
-    if {*places.values()} != rows or len(places) > len(rows) or any(loop.parts for loop in host.loops):
+    if not _is_each_once(places, rows) or any(loop.parts for loop in host.loops):
         return None
     free = list(host.features)
     for axis in (a for a in small.grid if a not in places):
         same = next((a for a in free if a.extent == axis.extent and axis in small.features), None)
         if same is None:
             return None
-        places[axis] = same
+        places[axis] = index(same)
         free.remove(same)
     return places
 
 
-def _moved(store: Store, places: dict[Axis, Axis]) -> Store:
+def _is_each_once(places: Mapping[Axis, Expr], rows: Set[Axis]) -> bool:
+    """Whether the indices of `rows` have each of the places once: they are the same dimensions, or one side has some of
+    them as one (a batch and its heads)."""
+    terms, c = linear(row_major(places.values(), places))
+    for t, k in [*terms.items()]:
+        # k · n · (a // n) + k · (a % n) is k · a.
+        if isinstance(t, Op) and t.name == "mod":
+            whole = op("floordiv", *t.args, dtype=t.dtype)
+            if terms.get(whole) == k * t.args[1].value:  # type: ignore[union-attr]
+                del terms[t], terms[whole]
+                terms[t.args[0]] = k
+    expected = 1
+    for t, k in sorted(terms.items(), key=lambda term: term[1]):
+        if not isinstance(t, Index) or k != expected:
+            return False
+        expected *= t.axis.extent
+    return c == 0 and {t.axis for t in terms if isinstance(t, Index)} == {a for a in rows if a.extent > 1}
+
+
+def _moved(store: Store, places: Mapping[Axis, Expr]) -> Store:
     """A store of another kernel's axes."""
-    axes = tuple(places.get(a, Axis(f"u{k}", 1)) for k, a in enumerate(store.axes))
-    mapping = {a: index(b) for a, b in zip(store.axes, axes, strict=True)}
-    dims = tuple((substitute(i, mapping), n) for i, n in store.dims)
+    found = [places.get(a, index(Axis(f"u{k}", 1))) for k, a in enumerate(store.axes)]
+    mapping = dict(zip(store.axes, found, strict=True))
+    axes = tuple(dict.fromkeys(a for at in found for a in sorted(free_axes(at), key=lambda a: a.name)))
+    dims = tuple((substitute(i, mapping), n) for i, n in zip(store.index, store.shape, strict=True))
+    if not store.dims and all(isinstance(at, Index) for at in found):
+        dims = ()
     return replace(store, axes=axes, expr=substitute(store.expr, mapping), dims=dims)

@@ -18,6 +18,8 @@ MAX_COLUMN_OPS, MAX_ROW_OPS = 3, 12
 # Rows of a tile; and instructions for an element that goes through registers to the matrix units, where what is loaded
 # as it is goes there straight.
 ROWS, THROUGH_REGISTERS = 128, 8
+# Cycles that are worth the trouble.
+WORTH = LAUNCH / 4
 
 AllSides = dict[str, tuple[Sides, ...]]
 
@@ -55,7 +57,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
             # PyTorch makes it in any case, and not to the last bit as a kernel does: what it is compared with, or what
             # another pass makes of it, is of PyTorch's.
             fits = False
-        elif isinstance(v.expr, Op) and v.expr.name == "cast" and isinstance(v.expr.args[0], Load):
+        elif _is_rounding(v.expr):
             fits = False  # a cast that is no view is PyTorch's
         elif loops[v.name] and _takes_longer(program, v, members, tiles):
             fits = False
@@ -64,6 +66,13 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
         if fits:
             members.add(v.name)
     return members
+
+
+def _is_rounding(e: Expr) -> bool:
+    """Whether `e` is a load, in fewer bits."""
+    if not isinstance(e, Op) or e.name != "cast" or not isinstance(e.args[0], Load):
+        return False
+    return is_float(e.dtype) and is_float(e.args[0].dtype)
 
 
 def _takes_longer(program: Program, v: Value, members: set[str], tiles: int) -> bool:
@@ -75,11 +84,20 @@ def _takes_longer(program: Program, v: Value, members: set[str], tiles: int) -> 
     wide = [f for f in _factors(v.expr) if not _is_narrow(f, v)]
     if all(isinstance(f, Load) for f in wide) and len(wide) <= 1:
         return False
-    read = (program.by_name[root_of(program, r)] for r in v.reads)
-    # PyTorch's kernel of what `v` reads would make it too.
-    made = any(r.expr is not None and not r.projection and r.name not in members for r in read)
     inside = tiles * v.numel * (_cost(v.expr) + THROUGH_REGISTERS) / (ISSUED * HOPPER.processors)
-    return inside > (0 if made else LAUNCH) + 2 * v.numel * itemsize(v.dtype) / MOVED
+    launched = any(_is_made(program, root_of(program, r), members) for r in v.reads)
+    return inside > (WORTH if launched else LAUNCH) + 2 * v.numel * itemsize(v.dtype) / MOVED
+
+
+def _is_made(program: Program, name: str, members: set[str]) -> bool:
+    """Whether PyTorch makes a value, or what that is made of, in a kernel of its own, which can go on with it."""
+    v = program.by_name[name]
+    if v.expr is None or v.projection or name in members:
+        return False
+    found = reductions(v.expr)
+    if found or _cost(v.expr) > MAX_COLUMN_OPS:
+        return all(len(loads(r.body)) == 1 for r in found)
+    return any(_is_made(program, root_of(program, r), members) for r in v.reads)
 
 
 def _is_costly_side(program: Program, v: Value) -> bool:
