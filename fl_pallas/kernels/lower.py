@@ -19,7 +19,7 @@ from jaxlib.triton import dialect
 from ..errors import Unsupported
 from ..schedule.plan import KernelPlan, operand_names
 from .blocks import Block, Blocks, has_descriptors, operations, with_blocks
-from .gather import with_gathers
+from .native import with_native
 from .triton import TensorSpec, contiguous, pallas_function
 
 # The custom call that carries the Triton IR, in JAX 0.10 and 0.11.
@@ -183,5 +183,5 @@ def _text(bytecode: bytes, blocks: Sequence[Block]) -> str:
     dialect.register_dialect(context)
     module = ir.Module.parse(bytecode, context)
     with context, ir.Location.unknown():
-        with_gathers([*operations(module.operation)])
+        with_native([*operations(module.operation)])
     return with_blocks(module, blocks)

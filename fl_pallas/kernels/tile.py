@@ -19,7 +19,21 @@ from jax.experimental.pallas import triton as plgpu
 
 from ..errors import ScheduleError
 from ..schedule.dtype import is_float
-from ..schedule.expr import Axis, Const, Expr, Index, Load, Op, Reduce, Ref, Size, children, free_axes, loads, ref_names
+from ..schedule.expr import (
+    Axis,
+    Const,
+    Expr,
+    Index,
+    Load,
+    Op,
+    Reduce,
+    Ref,
+    Size,
+    children,
+    free_axes,
+    loads,
+    ref_names,
+)
 from ..schedule.inner import (
     Product,
     Sheared,
@@ -33,7 +47,7 @@ from ..schedule.inner import (
 )
 from ..schedule.integer import bounds, from_linear, is_inside, linear
 from .blocks import Block, Blocks, block_load, block_shape
-from .gather import gather
+from .native import extreme, gather
 from .pointwise import POINTWISE
 
 JNP = {
@@ -116,7 +130,7 @@ class Evaluator:
       precision: jax precision of float32 matrix products.
       interpret: whether Pallas's interpreter runs it, which has no GPU instructions.
       sizes: what was given at launch, in units.
-      blocks: where the tiles that the copy engine brings are told; None for none.
+      blocks: where the tiles that the copy engine brings are told; None where the Triton IR stays as Pallas makes it.
     """
 
     def __init__(
@@ -306,7 +320,15 @@ class Evaluator:
             arrays[0] = arrays[0] + _never().astype(arrays[0].dtype)
         if e.name == "div" and self.compute == "f32" and (inverse := _inverse(e.args[1])) is not None:
             return Tile(arrays[0] * jnp.float32(inverse), axes)
+        if e.name in ("max", "min"):
+            return Tile(self.combined(e.name, *arrays), axes)
         return Tile(POINTWISE[e.name](*arrays), axes)
+
+    def combined(self, kind: str, a: Array, b: Array) -> Array:
+        """Partial reductions put together: two tiles of one shape."""
+        if kind in ("max", "min") and a.ndim and a.dtype == jnp.float32 and self.blocks is not None:
+            return extreme(kind, a, b)
+        return COMBINE[kind](a, b)
 
     def spread(self, t: Tile, axes: tuple[Axis, ...]) -> Array:
         """`t` broadcast to the dimensions `axes` (a superset of its own)."""
@@ -418,9 +440,13 @@ class Evaluator:
 
     def _reduce(self, r: Reduce) -> Tile:
         wide = self.wide(free_axes(r.body) | {r.axis})
-        if is_sequential(r, wide):
+        if is_sequential(r, wide) or not self._gathers() and as_sheared(r.body, r.axis, wide) is not None:
             return self._sequential(r)
         return self.reduce_tile(r.kind, r.body, r.axis, r.dtype)
+
+    def _gathers(self) -> bool:
+        """Whether elements of a tile can be picked by an index."""
+        return self.interpret or self.blocks is not None
 
     def reduce_tile(self, kind: str, body: Expr, axis: Axis, dtype: str, keep_nan: bool = True) -> Tile:
         """The reduction of `body` over the current tile of `axis`; any and all give 0 or 1 as int32.
@@ -433,7 +459,7 @@ class Evaluator:
             product = as_product(body, axis, wide)
             if product is not None:
                 return self.matmul(product, axis, dtype)
-            sheared = as_sheared(body, axis, wide)
+            sheared = as_sheared(body, axis, wide) if self._gathers() else None
             if sheared is not None:
                 return self.sheared(sheared, axis, dtype)
             product = as_vector_product(body, axis, wide)
@@ -576,7 +602,8 @@ class Evaluator:
     def _sequential(self, r: Reduce) -> Tile:
         """One index (or, for a long matrix product, one chunk) of the reduced axis at a time."""
         wide = self.wide(free_axes(r.body) | {r.axis})
-        product = r.kind == "sum" and is_matrix_product(r.body, r.axis, wide)
+        whole = is_matrix_product if self._gathers() else as_product
+        product = r.kind == "sum" and bool(whole(r.body, r.axis, wide))
         side = CHUNK if product else 1
         axes = self.sorted_axes(free_axes(r))
         steps = -(-r.axis.extent // side)
@@ -595,7 +622,7 @@ class Evaluator:
             else:
                 x = self.spread(self.reduce_tile(r.kind, r.body, r.axis, r.dtype), axes).astype(held)
             self.pop()
-            return COMBINE[r.kind](total, x)
+            return self.combined(r.kind, total, x)
 
         if steps <= UNROLL:
             for n in range(steps):

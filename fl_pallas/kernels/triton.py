@@ -41,7 +41,7 @@ from ..schedule.plan import (
 )
 from .blocks import Blocks
 from .pointwise import POINTWISE
-from .tile import COMBINE, JNP, Evaluator, Operand, Scope, Tile, identity_of, seen
+from .tile import JNP, Evaluator, Operand, Scope, Tile, identity_of, seen
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def pallas_function(
       outputs: how the outputs lie, if not as `output_specs` tells.
       sizes: how many sizes are given at launch, in an int32 array that comes before the operands.
       programs: how many run, if not what the plan's extents give.
-      blocks: where the tiles that the copy engine brings are told; None for none.
+      blocks: where the tiles that the copy engine brings are told; None where the Triton IR stays as Pallas makes it.
 
     Raises: Unsupported.
     """
@@ -341,7 +341,7 @@ class _Program:
             part = ev.reduce_tile(step.kind, step.update, axis, step.dtype, step.name not in self.references)
             part = ev.spread(part, axes).astype(old.dtype)
             before = old if step.correct is None else ev.spread(ev.eval(step.correct), axes)
-            new = COMBINE[step.kind](before, part)
+            new = ev.combined(step.kind, before, part)
         else:
             value = ev.spread(ev.eval(step.value), axes)
             new = jnp.where(jnp.abs(value) < jnp.inf, value, old)

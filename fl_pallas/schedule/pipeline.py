@@ -23,6 +23,7 @@ from .passes.grow_regions import Region, Rejected
 from .passes.hold import hold
 from .passes.interchange import interchange
 from .passes.lay_out import lay_out
+from .passes.look_up import look_up
 from .passes.part import Kernel, part_outputs, ways_to_part
 from .passes.places import places
 from .passes.prologue import into_prologues
@@ -125,8 +126,10 @@ def schedule(
         groups = tuple(map(interchange, groups))
         for fused in groups:
             record("interchange", partial(fused_text, fused))
-
-        kernels_of = functools.cache(partial(_made, program, region, f"r{n}", compute, shapes, target))
+        tables, groups = look_up(groups, f"r{n}_p", compute, shapes)
+        for fused in (*tables, *groups):
+            record("look_up", partial(fused_text, fused))
+        kernels_of = functools.cache(partial(_made, program, region, f"r{n}", compute, shapes, target, tables))
         groups = hold(groups, f"r{n}_h", compute, lambda groups, made=kernels_of: made(groups).plans, target)
         for fused in groups:
             record("hold", partial(fused_text, fused))
@@ -175,11 +178,13 @@ def _made(
     compute: str,
     shapes: Shapes,
     target: Target,
+    tables: tuple[Fused, ...],
     groups: tuple[Fused, ...],
 ) -> _Made:
-    """What a region becomes whose outputs are computed by `groups`."""
+    """What a region becomes whose outputs are computed by `groups`, which look things up in what `tables` store."""
     parts = cut_apart(groups, name)
     between = _stored(program, region, [o for part in parts for o in part.outputs])
+    parts = (*tables, *parts)
     if not all(r.fused for r in between):
         return _Made(parts, (), tuple(between), {})
     plans: list[KernelPlan] = []

@@ -44,10 +44,13 @@ def triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def kernels_of(name: str, dtype: torch.dtype) -> tuple[tuple[KernelPlan, Callable[[KernelPlan], Lowered]], ...]:
     """The kernels of a case, as the CPU's scheduler makes them, and how each becomes Triton IR."""
     case = BY_NAME[name]
-    return _kernels(case.target(dtype, "cpu"), case.make_inputs(SEQ, dtype, "cpu"))
+    return kernels_made(case.target(dtype, "cpu"), case.make_inputs(SEQ, dtype, "cpu"))
 
 
-def _kernels(fn: Callable, inputs: Sequence[Tensor]) -> tuple[tuple[KernelPlan, Callable[[KernelPlan], Lowered]], ...]:
+def kernels_made(
+    fn: Callable, inputs: Sequence[Tensor]
+) -> tuple[tuple[KernelPlan, Callable[[KernelPlan], Lowered]], ...]:
+    """The kernels of a function, and how each becomes Triton IR."""
     with unrun():
         explanation = fl.explain(fn, *inputs)
     found = []
@@ -153,7 +156,7 @@ def test_products_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "exchange", lambda groups, *_: ((), groups))
     case = BY_NAME["latent"]
     inputs = [x.requires_grad_() for x in case.make_inputs(512, torch.bfloat16, "cpu")]
-    kernels = _kernels(case.target(torch.bfloat16, "cpu"), inputs)
+    kernels = kernels_made(case.target(torch.bfloat16, "cpu"), inputs)
     ((plan, lower),) = [made for made in kernels if len(made[0].loops) > 1]
     assert is_serial(compile_ttir(simplified(lower(plan), 90), 90))
     (made,) = fitting(plan, lower, 90)
@@ -201,7 +204,7 @@ def test_narrow_numbers_are_not_divided_as_pairs() -> None:
     """A relative shift divides numbers under 2 ** 16, and LLVM would do so in 16 bits."""
     case = BY_NAME["transformer_xl"]
     inputs = [x.requires_grad_() for x in case.make_inputs(33, torch.float32, "cpu")]
-    kernels = _kernels(case.fn, inputs)
+    kernels = kernels_made(case.fn, inputs)
     assert len(kernels) > 1
     for plan, lower in kernels:
         assert "add.s16x2" not in compiled(plan, lower, 90).asm["ptx"], plan.name

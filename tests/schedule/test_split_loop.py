@@ -15,6 +15,7 @@ from fl_pallas.schedule.text import plan_text
 from tests.corpus.basic import vanilla
 from tests.corpus.case import Case
 from tests.corpus.decode import CASES, alibi, gqa_window
+from tests.corpus.normalisers import max_plus_scores
 from tests.oracle import leaves
 from tests.plan_evaluate import PlanRun, captured
 from tests.programs import BY_NAME
@@ -104,6 +105,14 @@ def parts_of(b: int, heads: int, queries: int, keys: int) -> int:
 )
 def test_when_to_split(sizes: tuple[int, int, int, int], parts: int) -> None:
     assert parts_of(*sizes) == parts
+
+
+def test_steps_that_take_long_are_shared_out_further() -> None:
+    """Distances of rows, feature by feature."""
+    shapes = [(1, 1, 1024, 64)] * 3
+    (loop,) = first_plan(max_plus_scores, *shapes).loops
+    assert loop.parts is not None and loop.parts.extent == 16
+    assert first_plan(vanilla, *shapes).loops[0].parts is None
 
 
 def test_loops_that_depend_on_each_other_stay_whole() -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..expr import Axis, Expr, Ref, index, load, loads, ref
-from ..inner import power_of_two
+from ..expr import Axis, Expr, Ref, index, load, loads, reductions, ref
+from ..inner import is_sequential, power_of_two
 from ..plan import Accumulator, Anchor, Choices, KernelPlan, Loop, Step, Store, bounds_of
 from ..target import Target
 from .merge_partials import held_type, part_of
@@ -20,6 +20,8 @@ from .merge_partials import held_type, part_of
 MIN_EXTENT, MIN_EXTENT_OF_FEW, FEW = 2048, 1024, 4
 # Least indices of the loop in a part; and per row of the tile, for rows are what a part writes and reads again.
 MIN_PART, MIN_PART_PER_ROW = 256, 16
+# The same where each index takes a sum or maximum of its own of the rows, feature by feature (a distance of rows).
+MIN_HEAVY_EXTENT, MIN_HEAVY_PART = 512, 64
 # Programs wanted for each processor: one loads while another computes. More where data bounds the loop, for parts are
 # of different lengths then, and short ones make up for it.
 WAVES, UNEVEN_WAVES = 2, 4
@@ -62,16 +64,24 @@ def number_of_parts(plan: KernelPlan, target: Target) -> int:
     if len(plan.loops) != 1:
         return 1
     programs = _programs(plan)
-    least = MIN_EXTENT_OF_FEW if FEW * programs <= target.processors else MIN_EXTENT
+    heavy = _is_heavy(plan)
+    least = MIN_HEAVY_EXTENT if heavy else MIN_EXTENT_OF_FEW if FEW * programs <= target.processors else MIN_EXTENT
     if programs >= target.processors or plan.loops[0].axis.extent < least:
         return 1
     tiles = dict(plan.choices.tiles)
     rows = math.prod(n for a, n in tiles.items() if a in plan.grid and a not in plan.features)
-    length = max(MIN_PART, MIN_PART_PER_ROW * rows)
+    length = MIN_HEAVY_PART if heavy else max(MIN_PART, MIN_PART_PER_ROW * rows)
     uneven = any(loads(bound) for bound in bounds_of(plan.loops[0]) if bound is not None)
     waves = UNEVEN_WAVES if uneven else WAVES
     wanted = min(waves * target.processors // max(1, programs), plan.loops[0].axis.extent // length)
     return 1 << max(0, wanted.bit_length() - 1)
+
+
+def _is_heavy(plan: KernelPlan) -> bool:
+    """Whether a step of the loop takes reductions index by index."""
+    tiled = frozenset(a for a, n in plan.choices.tiles if n > 1)
+    bodies = (s.update for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator))
+    return any(is_sequential(r, tiled) and r.axis.extent > 1 for e in bodies for r in reductions(e))
 
 
 def _programs(plan: KernelPlan) -> int:

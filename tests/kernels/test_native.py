@@ -1,18 +1,23 @@
-"""Sheared products: each element takes its place of a product of matrices over a window of positions."""
+"""Operations that only Triton has: sheared products, of which each element takes its place, and maxima with NaN."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import pytest
 import torch
 from torch import Tensor
 
 import fl_pallas as fl
+from fl_pallas.bridge.dlpack import matmul_precision
 from fl_pallas.kernels import tile
 from fl_pallas.kernels.cubin import compile_ttir, simplified
-from tests.kernels.test_cubins import kernels_of
+from fl_pallas.kernels.triton import contiguous, pallas_function
+from fl_pallas.schedule.plan import operand_names
+from tests.kernels.test_cubins import kernels_made, kernels_of
 from tests.oracle import run_and_check
+from tests.unrun import unrun
 
 
 def by_queries(q: Tensor, k: Tensor, v: Tensor, r: Tensor) -> Tensor:
@@ -74,3 +79,31 @@ def test_in_triton_ir(name: str) -> None:
     assert "elementwise_inline_asm" not in made.ttir and made.ttir.count("tt.gather") >= 1
     cubin = compile_ttir(simplified(made, 90), 90)
     assert "wgmma" in cubin.asm["ptx"] and cubin.stack == 0
+
+
+def max_plus(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q[..., :, None, :] + k[..., None, :, :]).amax(-1).softmax(-1) @ v
+
+
+def test_maxima_are_one_instruction() -> None:
+    """Of an element of the scores, and with NaN: a comparison, a test and a choice otherwise."""
+    (plan, lower), *_ = kernels_made(max_plus, [torch.randn(1, 2, 257, 64, dtype=torch.bfloat16) for _ in range(3)])
+    made = lower(plan)
+    assert "elementwise_inline_asm" not in made.ttir and "arith.maximumf" in made.ttir
+    assert "max.NaN.f32" in compile_ttir(simplified(made, 90), 90).asm["ptx"]
+
+
+def test_without_what_only_triton_has() -> None:
+    """The DLPack road leaves Pallas's Triton IR as it is."""
+    q, k, v, r = *(torch.randn(1, 2, 64, 16) for _ in range(3)), torch.randn(128, 16)
+    for fn, inputs in ((max_plus, (q, k, v)), (by_queries, (q, k, v, r))):
+        with unrun():
+            (graph,) = fl.explain(fn, *inputs).graphs
+        assert graph.schedule is not None
+        known = {v.name: contiguous(v.shape, v.dtype) for v in graph.schedule.program.values}
+        for plan in graph.kernels:
+            specs = [known[n] for n in operand_names(plan)]
+            known |= {s.name: contiguous(s.shape, s.dtype) for s in plan.stores}
+            function = pallas_function(plan, specs, matmul_precision(False), interpret=False)
+            traced = jax.jit(function).trace(*(jax.ShapeDtypeStruct((s.span,), s.stored) for s in specs))
+            assert "fl_pallas" not in str(traced.jaxpr)

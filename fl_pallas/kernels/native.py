@@ -1,0 +1,76 @@
+"""Operations of Triton's that Pallas's Triton lowering lacks.
+
+Kernels write one down as inline assembly that names it, and in the Triton IR Triton's own takes its place
+(`with_native`); where nobody puts it there (the DLPack road), kernels do without.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas import triton as plgpu
+from jaxlib.mlir import ir
+
+_GATHER, _EXTREME = "fl_pallas gather ", "fl_pallas extreme "
+_EXTREMES = {"max": "arith.maximumf", "min": "arith.minimumf"}
+
+
+def gather(x: Array, at: Array, axis: int, interpret: bool) -> Array:
+    """The elements of `x`, of two dimensions, at int32 indices `at` along `axis`; `at` is as wide along the other.
+
+    Triton's op for it, `tt.gather`, goes through shared memory.
+    """
+    if interpret:
+        return jnp.take_along_axis(x, at, axis)
+    # Inline assembly wants operands of one shape: what comes of a reduction of `x` leads to it.
+    shape = jnp.broadcast_to(jnp.max(x, axis=axis, keepdims=True), at.shape)
+    return _named(f"{_GATHER}{axis}", shape, at, x.dtype)
+
+
+def extreme(kind: str, a: Array, b: Array) -> Array:
+    """The larger ("max") or smaller ("min") of two float32 tiles, NaN where one of them is: one instruction on NVIDIA
+    GPUs from sm_80 on."""
+    return _named(f"{_EXTREME}{kind}", a, b, a.dtype)
+
+
+def _named(name: str, a: Array, b: Array, dtype: Any) -> Array:
+    result = jax.ShapeDtypeStruct(b.shape, dtype)
+    (out,) = plgpu.elementwise_inline_asm(name, args=[a, b], constraints="", pack=1, result_shape_dtypes=[result])
+    return out
+
+
+def with_native(entry: list[Any]) -> None:
+    """Put Triton's op in the place of every one that is named so among the operations of a module."""
+    for op in entry:
+        if op.name != "tt.elementwise_inline_asm":
+            continue
+        text = ir.StringAttr(op.attributes["asm_string"]).value
+        if text.startswith(_EXTREME):
+            with ir.InsertionPoint(op):
+                made = ir.Operation.create(_EXTREMES[text.removeprefix(_EXTREME)], [op.results[0].type], [*op.operands])
+            op.results[0].replace_all_uses_with(made.results[0])
+            op.erase()
+        elif text.startswith(_GATHER):
+            _gathered(op, int(text.removeprefix(_GATHER)))
+
+
+def _gathered(op: Any, axis: int) -> None:
+    led, at = op.operands
+    (out,) = op.results
+    dead = [op]
+    while dead[-1].name != "tt.reduce":
+        dead.append(led.owner)
+        led = led.owner.operands[0]
+    along = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), axis)
+    # With a layout that Triton finds efficient, warps would exchange registers, and spill them.
+    with ir.InsertionPoint(op):
+        made = ir.Operation.create(
+            "tt.gather", [out.type], [led, at], attributes={"axis": along, "efficient_layout": ir.UnitAttr.get()}
+        )
+    out.replace_all_uses_with(made.results[0])
+    for unused in dead:
+        if not any(True for r in unused.results for _ in r.uses):
+            unused.erase()

@@ -1,0 +1,81 @@
+"""Tables of few rows: products with them are made once for each row, and looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import fl_pallas as fl
+from tests.oracle import check, check_gradients
+from tests.programs import BY_NAME
+from tests.unrun import unrun
+
+ROWS = 9
+
+
+def clamped(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """Shaw's keys: a vector for each clamped distance."""
+    i, j = (torch.arange(x.shape[-2], device=q.device) for x in (q, k))
+    near = (i[:, None] - j).clamp(-4, 4) + 4
+    scores = q @ k.mT + torch.einsum("bhid,ijd->bhij", q, table[near])
+    return (scores / 4).softmax(-1) @ v
+
+
+def by_keys(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """As DeBERTa gathers them, for keys."""
+    i, j = (torch.arange(x.shape[-2], device=q.device) for x in (q, k))
+    near = ((j[:, None] - i).clamp(-4, 4) + 4).expand(*k.shape[:2], -1, -1)
+    return ((q @ k.mT + torch.gather(k @ table.mT, -1, near).mT) / 4).softmax(-1) @ v
+
+
+def by_kind(q: Tensor, k: Tensor, v: Tensor, table: Tensor, kind: Tensor) -> Tensor:
+    """A vector for each kind of pair, which is data."""
+    scores = q @ k.mT + torch.einsum("bhid,bijd->bhij", q, table[kind])
+    return (scores / 4).softmax(-1) @ v
+
+
+def draw(length: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, n, 16, generator=generator) for n in (length, length + 3, length + 3))
+    table = torch.randn(ROWS, 16, generator=generator)
+    kind = torch.randint(ROWS, (2, length, length + 3), generator=generator)
+    return [*(t.to(dtype).to(device) for t in (q, k, v, table)), kind.to(device)]
+
+
+VARIANTS: list[tuple[Callable, int]] = [(clamped, 4), (by_keys, 4), (by_kind, 5)]
+
+
+@pytest.mark.parametrize("fn, count", [(clamped, 4), (by_kind, 5)])
+def test_a_kernel_stores_what_is_looked_up(fn: Callable, count: int, device: torch.device) -> None:
+    with unrun(), torch.no_grad():
+        (graph,) = fl.explain(fn, *draw(70, torch.float32, device)[:count]).graphs
+    assert not graph.fallbacks
+    first, *_ = graph.kernels
+    assert [s.shape[-1] for s in first.stores] == [ROWS]
+
+
+def test_long_tables_are_not() -> None:
+    """As many rows as there are distances: the scores themselves would be no larger."""
+    with unrun(), torch.no_grad():
+        (graph,) = fl.explain(clamped, *draw(12, torch.float32, torch.device("cpu"))[:4]).graphs
+    assert len(graph.kernels) == 1
+
+
+@pytest.mark.filterwarnings("ignore::fl_pallas.errors.FallbackWarning")  # gradients of the vectors of all pairs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fn, count", VARIANTS)
+def test_matches(fn: Callable, count: int, dtype: torch.dtype, device: torch.device) -> None:
+    inputs = draw(70, dtype, device)[:count]
+    compiled = fl.compile(fn)
+    with torch.no_grad():
+        check(fn, inputs, compiled(*inputs))
+    check_gradients(fn, compiled, inputs)
+
+
+def test_deberta(device: torch.device) -> None:
+    case = BY_NAME["disentangled"]
+    inputs = case.make_inputs(100, torch.float32, device)
+    check(case.fn, inputs, fl.compile(case.fn)(*inputs))
