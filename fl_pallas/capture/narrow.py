@@ -20,6 +20,8 @@ _ALONG: dict[Any, int] = {
     **dict.fromkeys((aten.sum.dim_IntList, aten.mean.dim, aten.amax.default), 1),
 }
 
+_SAME = (aten.detach.default, aten.alias.default)
+
 
 def narrow(gm: GraphModule) -> None:
     """Give element-wise operations, and reductions along other dimensions, what was expanded as it was before.
@@ -45,6 +47,8 @@ def narrow(gm: GraphModule) -> None:
 def _is_alike(node: Node, before: dict[Node, Node]) -> bool:
     """Whether the operation does the same to what is alike along an expanded dimension."""
     tags = getattr(node.target, "tags", ())
+    if node.target in _SAME:
+        return True
     if torch.Tag.pointwise in tags:
         return torch.Tag.nondeterministic_seeded not in tags
     if node.target not in _ALONG or len(node.args) <= _ALONG[node.target] or len(node.meta["val"].shape) == 0:

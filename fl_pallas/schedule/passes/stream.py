@@ -12,14 +12,24 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..build import cast, negate, op, select, substitute
 from ..dtype import is_float, is_int
 from ..expr import Axis, Const, Expr, Op, Reduce, Ref, const, free_axes, index, raw_op, reductions, ref, walk
 from ..inner import factors
 from ..integer import bounds
-from ..laws import Nonseparable, Scope, Term, non_negative, positive_factor, power_of_difference, separate, split_sum
+from ..laws import (
+    Nonseparable,
+    Scope,
+    Term,
+    is_narrow,
+    non_negative,
+    positive_factor,
+    power_of_difference,
+    separate,
+    split_sum,
+)
 from ..plan import Accumulator, Anchor, Loop, Step, Store, held_dtype
 from .fuse import Fused
 
@@ -137,7 +147,17 @@ def _reduce(r: Reduce, body: Expr, n: int, scope: Scope, state: _Streams) -> Exp
 
 
 def _plain(body: Expr, scope: Scope) -> list[Term]:
-    """A body that does not move, with the factors free of the loop axis hoisted."""
+    """A body that does not move, with the factors free of the loop axis hoisted.
+
+    A sum or difference, of data of 16 bits, is taken apart where a part of it then has fewer axes:
+    Σ_j (w(i, j) · k(j, d) + s(i, j) · u(i, d)) is a product of matrices, and sums of rows.
+    """
+    if isinstance(body, Op) and body.name in ("add", "sub") and is_narrow(body):
+        left, right = (_plain(a, scope) for a in body.args)
+        if body.name == "sub":
+            right = [replace(t, hoisted=scope.op("neg", t.hoisted)) for t in right]
+        if any(frozenset().union(*map(free_axes, t.factors)) < free_axes(body) for t in (*left, *right)):
+            return [*left, *right]
     one, kept = scope.const(1.0), []
     for f in _factors(body, scope):
         if scope.varies(f):
