@@ -326,7 +326,8 @@ class Evaluator:
 
     def combined(self, kind: str, a: Array, b: Array) -> Array:
         """Partial reductions put together: two tiles of one shape."""
-        if kind in ("max", "min") and a.ndim and a.dtype == jnp.float32 and self.blocks is not None:
+        native = self.blocks is not None and not self.interpret
+        if native and kind in ("max", "min") and a.ndim and a.dtype == jnp.float32:
             return extreme(kind, a, b)
         return COMBINE[kind](a, b)
 
