@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from .bridge.autograd import differentiated
 from .bridge.dlpack import DlpackKernel, float32_products
 from .bridge.launch import DirectKernel, Family, unavailable
-from .bridge.rest import compile_rest
+from .bridge.rest import Whole, compile_rest
 from .bridge.splice import RegionRunner, splice
 from .capture import translate
 from .capture.aten import mutates_inputs, to_aten
@@ -314,7 +314,12 @@ class _Specialised:
         except Unsupported as error:
             refusal = error
         self._tell(Graph(None, (_refused(refusal),), ()))
-        return self.gm
+        return self._whole(args)
+
+    def _whole(self, args: Sequence[Any]) -> Callable[..., Any]:
+        """The graph by PyTorch alone."""
+        rest = self.fixed and all(isinstance(a, torch.Tensor) for a in args)
+        return Whole(self.gm) if rest and _has_inductor(_device(args), self.settings) else self.gm
 
     def _planned(self, args: Sequence[Any]) -> Callable[..., Any]:
         reason = _unfit(args)
@@ -348,18 +353,18 @@ class _Specialised:
                 run = differentiated(*differentiable(self.gm, args, vanishing, keep, inner, forward, backward, left))
             except Unsupported as refusal:
                 self._tell(Graph(None, (replace(_refused(refusal), bytes=self._unfused(args)),), ()))
-                return self.gm
+                return self._whole(args)
             if "forward" not in made or not made["forward"].regions:
                 return run
             if "backward" not in made:
-                return self.gm
+                return self._whole(args)
             again = computed_again(made["forward"], made["backward"])
             if not again:
                 return run
             program = made["forward"].program
             limit = given_or_returned(program, program.saved)
             if attempts == MAX_ATTEMPTS or any(v.numel > limit for v in again):
-                return self._given_back(made["forward"], again[0], known)
+                return self._given_back(args, made["forward"], again[0], known)
             # No larger than what is there in any case: it is computed once, and kept.
             left |= {v.name for v in again}
             if self.explanation is not None:
@@ -372,10 +377,11 @@ class _Specialised:
             return 0
         return max(map(_nbytes, _large(_scheduled(aten, args, self.settings, []))), default=0)
 
-    def _given_back(self, forward: Schedule, again: Value, known: int) -> Callable[..., Any]:
+    def _given_back(self, args: Sequence[Any], forward: Schedule, again: Value, known: int) -> Callable[..., Any]:
         """PyTorch's own of both passes: it would compute `again` for the backward pass.
 
         Args:
+          args: of the graph.
           known: how many graphs were explained before these.
         """
         told: list[Graph] = []
@@ -390,7 +396,7 @@ class _Specialised:
             why = "the backward pass needs it, and fuses nothing that is so short"
             found = (Fallback(again.op, why, again.where, size),)
         self._tell(Graph(None, found, tuple(stage for graph in told for stage in graph.history)))
-        return self.gm
+        return self._whole(args)
 
     def _pass(self, name: str, schedules: dict[str, Schedule]) -> Compiler:
         """The compiler of the forward or the backward pass of the graph, which adds its schedule to `schedules`."""
@@ -504,7 +510,7 @@ def _realised(
     found: list[Fallback],
     rest: bool,
 ) -> tuple[Callable[..., Any] | None, Schedule, Counter[str]]:
-    """The graph with kernels in it (None if there are none), what was scheduled, and what PyTorch still does: by
+    """The graph with kernels in it (None if it stays as it is), what was scheduled, and what PyTorch still does: by
     functions of Inductor's, with `rest`.
     """
     device = _device(args)
@@ -525,7 +531,7 @@ def _realised(
     found += [Fallback(r.blocker.op, r.why, r.blocker.where or r.value.where, r.nbytes, r.fused) for r in made.rejected]
     made = replace(made, regions=tuple(regions), kernels=tuple(kernels))
     if not runners:
-        return None, made, Counter(_left(aten))
+        return compile_rest(aten).forward if rest else None, made, Counter(_left(aten))
     try:
         spliced = splice(aten, runners)
     except Unsupported as refusal:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch._dynamo.convert_frame import compile_lock
@@ -34,7 +35,7 @@ class _Stage:
     """Operations as one function, which its first call makes: by then it is known how the tensors lie."""
 
     def __init__(self, gm: GraphModule, name: str):
-        self.gm, self.made = gm, None
+        self.gm = gm
         self.made: Function | None = None
         self.__name__ = name  # FX names the callee by it
 
@@ -88,6 +89,47 @@ def compile_rest(gm: GraphModule) -> GraphModule:
     graph.eliminate_dead_code()
     gm.recompile()
     return gm
+
+
+class Whole:
+    """A graph with no kernels in it, its gradients too, as Inductor compiles it when it is first called.
+
+    Args:
+      gm: of torch functions, of fixed sizes.
+    """
+
+    def __init__(self, gm: GraphModule):
+        self.gm = gm
+        self.made: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self.made is None:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                return self.gm(*args)
+            try:
+                with compile_lock:
+                    self.made = _whole_by_inductor(self.gm, args)
+            except Exception as error:  # as above
+                log.info("a graph is left to eager PyTorch: %s", error)
+                self.made = self.gm
+        return self.made(*args)
+
+
+def _whole_by_inductor(gm: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
+    from torch._functorch import config as autograd
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    # Random numbers are eager PyTorch's; and what fails does so here, and not in a backward pass.
+    settled = config.patch(fallback_random=True), autograd.patch(force_non_lazy_backward_lowering=True)
+    with settled[0], settled[1]:
+        return compile_fx(GraphModule(gm, _copy(gm.graph)), [*args])  # type: ignore[return-value]
+
+
+def _copy(graph: Graph) -> Graph:
+    copy = Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
 
 
 def _stages(graph: Graph) -> list[list[Node]]:

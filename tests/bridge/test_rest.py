@@ -119,3 +119,41 @@ def test_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     given = inputs(torch.bfloat16)
     check_gradients(rotary, fl.compile(rotary, rest="inductor", fallback="error"), given)
     assert {type(m).__name__ for m in made} == {"CompiledFxGraph"}
+
+
+def max_plus(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As many maxima as scores, each of which has a gradient: PyTorch's."""
+    return F.dropout((q[..., None, :] + k[..., None, :, :]).amax(-1).softmax(-1) @ v, 0.5)
+
+
+@pytest.mark.filterwarnings("ignore::fl_pallas.errors.FallbackWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU, and there is no g++")
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_whole_graph(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Callable] = []
+    real = rest._whole_by_inductor
+
+    def seen(gm: GraphModule, args: Sequence[Tensor]) -> Callable:
+        made.append(real(gm, args))
+        if fails:
+            raise RuntimeError("no compiler")
+        return made[-1]
+
+    monkeypatch.setattr(rest, "_whole_by_inductor", seen)
+    given = [t.requires_grad_() for t in inputs(torch.float32)[:3]]
+    results = []
+    for fn in (max_plus, fl.compile(max_plus, rest="inductor")):
+        torch.manual_seed(1)
+        out = fn(*given)
+        results.append([out, *torch.autograd.grad(out.square().sum(), given)])
+    for ours, eager in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(ours, eager)
+    assert len(made) == 1
+
+
+def test_a_graph_without_kernels(stages: list[list[str]]) -> None:
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.gelu(q * k) + v.sin()
+
+    run_and_check(plain, fl.compile(plain, rest="inductor"), inputs(torch.float32)[:3])
+    assert len(stages) == 1
