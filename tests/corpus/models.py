@@ -290,7 +290,7 @@ CASES: tuple[Case, ...] = (
     Case("scores_by_addmm", scores_by_addmm, lambda g: (*(g.normal(g.seq, 16) for _ in range(3)), g.normal(g.seq))),
     Case("overlapping_chunks", overlapping_chunks, _in_eights(2)),
     Case("swin_v2", swin_v2, _windows),
-    Case("decomposed_positions", decomposed_positions, _squares),
+    Case("decomposed_positions", decomposed_positions, _squares, kernels=3),
     Case("gated_unit", gated_unit, _tokens),
     Case("xlnet", xlnet, _sequence_first),
     Case(

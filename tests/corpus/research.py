@@ -422,7 +422,9 @@ CASES = (
             g.normal(1, g.seq, 8),
         ),
     ),
-    Case("disentangled", disentangled, qkv_and(lambda g: g.normal(2, 32, 16), lambda g: g.normal(2, 32, 16))),
+    Case(
+        "disentangled", disentangled, qkv_and(lambda g: g.normal(2, 32, 16), lambda g: g.normal(2, 32, 16)), kernels=3
+    ),
     Case(
         "transformer_xl",
         transformer_xl,

@@ -20,8 +20,8 @@ from .merge_partials import held_type, part_of
 MIN_EXTENT, MIN_EXTENT_OF_FEW, FEW = 2048, 1024, 4
 # Least indices of the loop in a part; and per row of the tile, for rows are what a part writes and reads again.
 MIN_PART, MIN_PART_PER_ROW = 256, 16
-# The same where each index takes a sum or maximum of its own of the rows, feature by feature (a distance of rows).
-MIN_HEAVY_EXTENT, MIN_HEAVY_PART = 512, 64
+# The former for few programs whose indices take sums or maxima of their own of each row, feature by feature (distances).
+MIN_HEAVY_PART = 64
 # Programs wanted for each processor: one loads while another computes. More where data bounds the loop, for parts are
 # of different lengths then, and short ones make up for it.
 WAVES, UNEVEN_WAVES = 2, 4
@@ -64,13 +64,13 @@ def number_of_parts(plan: KernelPlan, target: Target) -> int:
     if len(plan.loops) != 1:
         return 1
     programs = _programs(plan)
-    heavy = _is_heavy(plan)
-    least = MIN_HEAVY_EXTENT if heavy else MIN_EXTENT_OF_FEW if FEW * programs <= target.processors else MIN_EXTENT
+    few = FEW * programs <= target.processors
+    least = MIN_EXTENT_OF_FEW if few else MIN_EXTENT
     if programs >= target.processors or plan.loops[0].axis.extent < least:
         return 1
     tiles = dict(plan.choices.tiles)
     rows = math.prod(n for a, n in tiles.items() if a in plan.grid and a not in plan.features)
-    length = MIN_HEAVY_PART if heavy else max(MIN_PART, MIN_PART_PER_ROW * rows)
+    length = MIN_HEAVY_PART if few and _is_heavy(plan) else max(MIN_PART, MIN_PART_PER_ROW * rows)
     uneven = any(loads(bound) for bound in bounds_of(plan.loops[0]) if bound is not None)
     waves = UNEVEN_WAVES if uneven else WAVES
     wanted = min(waves * target.processors // max(1, programs), plan.loops[0].axis.extent // length)
