@@ -172,6 +172,7 @@ POINTWISE: dict[str, Callable[..., Array]] = {
     "tanh": _tanh,
     "sigmoid": _sigmoid,
     "erf": _erf,
+    "rounded": lambda x: x.astype(jnp.bfloat16).astype(x.dtype),
     "floor": jnp.floor,
     "ceil": jnp.ceil,
     "round": _round,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,3 +42,38 @@ def test_matches(dtype: torch.dtype, device: torch.device) -> None:
     compiled = fl.compile(cosines)
     check(cosines, inputs(70, dtype, device), compiled(*inputs(70, dtype, device)))
     check_gradients(cosines, compiled, inputs(70, dtype, device))
+
+
+def mean_shift(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Weights of distances: their gradients are sums of differences of points."""
+    distances = (q[:, :, None] - k[:, None]).square().sum(-1)
+    return torch.exp(-distances / 16) @ v
+
+
+def points(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """AlphaFold 2's: q, k [batch, length, four points of three coordinates and more]."""
+    a, b = (x[..., :12].unflatten(-1, (4, 3)) for x in (q, k))
+    distances = (a[:, :, None] - b[:, None]).square().sum((-1, -2))
+    return (q @ k.mT / 4 - distances / 8).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("fn", [mean_shift, points])
+def test_sums_of_differences_are_products(fn: Callable, device: torch.device) -> None:
+    with unrun():
+        graphs = fl.explain(fn, *(t.requires_grad_() for t in inputs(300, torch.bfloat16, device))).graphs
+    for plan in (p for g in graphs for p in g.kernels):
+        wide = frozenset(a for a, n in plan.choices.tiles if n > 1)
+        for loop in plan.loops:
+            steps = [s for s in loop.steps if isinstance(s, Accumulator) and {*s.axes} & {*plan.features}]
+            assert all(as_product(s.update, loop.axis, wide) is not None for s in steps)
+
+
+@pytest.mark.parametrize("fn", [mean_shift, points])
+@pytest.mark.parametrize(
+    "dtype, origin", [(torch.float32, 3.0), *((torch.bfloat16, origin) for origin in (0.0, 3.0, 100.0))]
+)
+def test_far_from_the_origin(fn: Callable, dtype: torch.dtype, origin: float, device: torch.device) -> None:
+    """What cancels is rounded alike on either side."""
+    q, k, v = inputs(70, torch.float32, device)
+    given = [*((x + origin).to(dtype) for x in (q, k)), v.to(dtype)]
+    check_gradients(fn, fl.compile(fn), given)

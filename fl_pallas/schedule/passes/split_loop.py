@@ -20,7 +20,7 @@ from .merge_partials import held_type, part_of
 MIN_EXTENT, MIN_EXTENT_OF_FEW, FEW = 2048, 1024, 4
 # Least indices of the loop in a part; and per row of the tile, for rows are what a part writes and reads again.
 MIN_PART, MIN_PART_PER_ROW = 256, 16
-# The former for few programs whose indices take sums or maxima of their own of each row, feature by feature (distances).
+# The former for few programs whose indices take sums or maxima of their own of each row, one feature at a time.
 MIN_HEAVY_PART = 64
 # Programs wanted for each processor: one loads while another computes. More where data bounds the loop, for parts are
 # of different lengths then, and short ones make up for it.
