@@ -144,7 +144,9 @@ def _repeated(fused: Fused) -> list[_Cut]:
         return [_Cut(e, _laid(e, parallel, False)) for e in whole]
     # Outer reductions contain inner ones: the outermost leads, with what else has its shape.
     ordered = sorted(found, key=lambda r: sum(r in reductions(s) for s in found))
-    return [_Cut(r, _laid(r, parallel, _is_part(fused, r))) for r in ordered]
+    # What has the axes of another lies as that does: one kernel makes both.
+    whole = {free_axes(r) for r in found if not _is_part(fused, r)}
+    return [_Cut(r, _laid(r, parallel, free_axes(r) not in whole)) for r in ordered]
 
 
 def _reduced_whole(fused: Fused, found: Container[Reduce]) -> list[Expr]:
