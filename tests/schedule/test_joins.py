@@ -75,3 +75,19 @@ def test_weights_averaged_over_heads(device: torch.device) -> None:
     check_gradients(averaged, fl.compile(averaged, fallback="error"), (q, k))
     stored = [s.shape for plan in fl.explain(averaged, q, k).kernels for s in plan.stores]
     assert max(map(math.prod, stored)) == 2 * 70 * 70
+
+
+def halves_apart(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """Differential attention: the weights of every second head are taken off those of the others."""
+    weights = (q @ k.mT / 4).softmax(-1).unflatten(1, (-1, 2))
+    out = (weights[:, :, 0] - 0.5 * weights[:, :, 1]) @ v
+    out = torch.nn.functional.rms_norm(out, out.shape[-1:], eps=1e-5)
+    return out.transpose(1, 2).flatten(2) @ w
+
+
+def test_half_of_the_heads_end_the_region_of_all(device: torch.device) -> None:
+    """The layer behind the norm is PyTorch's, though what the norm is taken of reduces fewer weights than there are."""
+    shapes = (2, 4, 33, 8), (2, 4, 33, 8), (2, 2, 33, 16), (32, 32)
+    inputs = tuple(torch.randn(shape, device=device) for shape in shapes)
+    run_and_check(halves_apart, fl.compile(halves_apart, fallback="error"), inputs, name="halves")
+    assert fl.explain(halves_apart, *inputs).kernel_count == 1

@@ -359,14 +359,15 @@ _LINEAR = ("mul", "div", "add", "sub", "neg", "cast", "floordiv", "mod")
 
 
 def _feeds(program: Program, source: str, target: str) -> bool:
-    """Whether `target` reads `source` through pointwise values only."""
+    """Whether `target` reads `source`, or heads of it that are as large as `target`, through pointwise values only."""
+    least = min(program.by_name[source].numel, program.by_name[target].numel)
     stack, seen = [source], {source}
     while stack:
         for user in program.users[stack.pop()]:
             u = program.by_name[user]
             if user == target:
                 return True
-            if user not in seen and u.expr is not None and u.numel >= program.by_name[source].numel:
+            if user not in seen and u.expr is not None and u.numel >= least:
                 seen.add(user)
                 stack.append(user)
     return False
