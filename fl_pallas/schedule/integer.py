@@ -115,18 +115,19 @@ def from_linear(lin: Linear, dtype: str) -> Expr:
 
 def linear_bounds(lin: Linear, facts: tuple[Linear, ...] = ()) -> Bounds:
     """Range of a linear form, each atom taken over its own range, where all `facts` are at most 0."""
+    terms = {t: k for t, k in lin[0].items() if k}
     lo = hi = lin[1]
-    for atom, k in lin[0].items():
+    for atom, k in terms.items():
         b = bounds(atom)
         if b is None:
             return None
         lo, hi = lo + min(k * b[0], k * b[1]), hi + max(k * b[0], k * b[1])
     for fact, c in facts:
-        for atom in lin[0].keys() & fact.keys():
+        for atom in terms.keys() & fact.keys():
             # So many of the form, less so many of the fact, have none of this atom.
-            own = math.lcm(lin[0][atom], fact[atom]) // abs(lin[0][atom])
-            times = own * lin[0][atom] // fact[atom]
-            rest = {t: own * lin[0].get(t, 0) - times * fact.get(t, 0) for t in {**lin[0], **fact}}
+            own = math.lcm(terms[atom], fact[atom]) // abs(terms[atom])
+            times = own * terms[atom] // fact[atom]
+            rest = {t: own * terms.get(t, 0) - times * fact.get(t, 0) for t in {**terms, **fact}}
             span = linear_bounds((rest, own * lin[1] - times * c))
             if span is not None:
                 lo, hi = max(lo, -(-span[0] // own)) if times < 0 else lo, min(hi, span[1] // own) if times > 0 else hi

@@ -40,6 +40,13 @@ def test_a_test_that_the_mask_decides_is_left_out() -> None:
     )
 
 
+def test_a_quotient_that_the_mask_tells_is_itself_divided() -> None:
+    """It is 2 · i, of which nothing is left over 2: the mask, which knows i, says nothing of the remainder."""
+    quotient = floordiv(i64("add", i64("add", i64("mul", i, n(17)), j), n(8)), 9, "i64")
+    seen = select(is_("le", j, i), load("k", (mod(i64("add", quotient, j), 2, "i64"),), "f32"), ZERO)
+    assert expr_text(simplified(seen)) == "select(j <= i, k[j % 2], 0)"
+
+
 def test_multiples_by_difference() -> None:
     """i * 15 + j + 8 goes over 16 as i * 16 + (j - i + 8) does, without a mask."""
     place = i64("add", i64("add", i64("mul", i, n(15)), j), n(8))
