@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fl_pallas as fl
+from fl_pallas.schedule.plan import operand_names
 from tests.oracle import check_gradients, run_and_check
 
 
@@ -91,3 +92,18 @@ def test_half_of_the_heads_end_the_region_of_all(device: torch.device) -> None:
     inputs = tuple(torch.randn(shape, device=device) for shape in shapes)
     run_and_check(halves_apart, fl.compile(halves_apart, fallback="error"), inputs, name="halves")
     assert fl.explain(halves_apart, *inputs).kernel_count == 1
+
+
+def normed_features(x: Tensor, w: Tensor) -> Tensor:
+    """A norm over queries, keys and values, of more features than there are of what they are made of."""
+    packed = torch.nn.functional.layer_norm(x @ w, w.shape[1:])
+    q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in packed.chunk(3, -1))
+    return (q @ k.mT).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("length", [17, 33, 130])
+def test_features_that_are_normalised_are_no_scores(length: int, device: torch.device) -> None:
+    inputs = torch.randn(2, length, 16, device=device), torch.randn(16, 48, device=device)
+    found = fl.explain(normed_features, *inputs)
+    read = {name for graph in found.graphs for plan in graph.kernels for name in operand_names(plan)}
+    assert found.kernel_count == 1 and read == {"getitem"}

@@ -87,7 +87,8 @@ def grow_regions(program: Program) -> Growth:
     """Program with views resolved → regions, and the blow-ups that could not be fused with the reason."""
     seeds = [s for v in program.values if (s := join(program, v)) is not None]
     blown = [s for s in seeds if is_blow_up(program, s, seeds)]
-    chosen = [s for s in blown if not serves(program, s, blown) and not ends(program, s, blown)]
+    leading = [s for s in blown if not serves(program, s, blown)]
+    chosen = [s for s in leading if not ends(program, s, leading)]
     grown: list[Seed] = []
     rejected: list[Rejected] = []
     tried: list[tuple[Seed, Blocker | None]] = []

@@ -199,9 +199,11 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     reduces a larger one, and the seed is only a product, no larger than what is given or returned.
 
     Then `seed` is part of an operand (the angles of a rotary embedding, queries and keys that are normalised, values
-    that each head makes of a token), which that region may compute or read.
+    that each head makes of a token), which that region may compute or read. So are features that a layer makes, of
+    whatever size, and a norm takes the means of.
     """
     own = _is_normalised(program, seed)
+    features = has_weight(program, seed.value) and not _is_exponent(program, seed.value)
     # What reduces a softmax, and is none (a gradient of values that few queries ask for), is its end.
     others = {s.value.name for s in seeds if s is not seed and (not own or _is_normalised(program, s))}
     larger = _weighing(program, seed, seeds)
@@ -213,8 +215,11 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
             seen.add(user)
             u = program.by_name[user]
             if u.expr is not None and reductions(u.expr):
-                if user in others and u.numel >= part.numel or any(_feeds(program, name, user) for name in larger):
+                large = features or u.numel >= part.numel
+                if user in others and large or any(_feeds(program, name, user) for name in larger):
                     return True
+                if features and u.numel == part.numel:
+                    stack.append(user)
             elif u.expr is not None:
                 stack.append(user)
     return False
