@@ -38,7 +38,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
     members, sides = set(members), dict(sides)
     others = taken - members
     tiles = max((math.prod(a.extent for a in rows) for own in sides.values() for rows, _ in own), default=1) // ROWS
-    chosen_by = _choosing(program, members)
+    chosen_by, made = _choosing(program, members), _made(program, members)
     returned = {root_of(program, name) for name in program.outputs}
     loops: dict[str, frozenset[Axis]] = {}
     for v in reversed(program.values):
@@ -59,7 +59,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
             fits = False
         elif _is_rounding(v.expr):
             fits = False  # a cast that is no view is PyTorch's
-        elif loops[v.name] and _takes_longer(program, v, members, tiles):
+        elif loops[v.name] and _takes_longer(v, made, tiles):
             fits = False
         else:
             fits = _cost(v.expr) <= (MAX_COLUMN_OPS if cols else MAX_ROW_OPS)
@@ -75,29 +75,33 @@ def _is_rounding(e: Expr) -> bool:
     return is_float(e.dtype) and is_float(e.args[0].dtype)
 
 
-def _takes_longer(program: Program, v: Value, members: set[str], tiles: int) -> bool:
+def _takes_longer(v: Value, made: set[str], tiles: int) -> bool:
     """Whether so many tiles of rows, which each compute `v` in their loop, take longer than PyTorch does once.
 
     Rotated keys, say. Factors alone leave a product of matrices, but for one that is loaded as it is.
+
+    Args:
+      made: what PyTorch has a kernel for that could go on with `v`.
     """
     assert v.expr is not None
     wide = [f for f in _factors(v.expr) if not _is_narrow(f, v)]
     if all(isinstance(f, Load) for f in wide) and len(wide) <= 1:
         return False
     inside = tiles * v.numel * (_cost(v.expr) + THROUGH_REGISTERS) / (ISSUED * HOPPER.processors)
-    launched = any(_is_made(program, root_of(program, r), members) for r in v.reads)
-    return inside > (WORTH if launched else LAUNCH) + 2 * v.numel * itemsize(v.dtype) / MOVED
+    return inside > (LAUNCH if made.isdisjoint(v.reads) else WORTH) + 2 * v.numel * itemsize(v.dtype) / MOVED
 
 
-def _is_made(program: Program, name: str, members: set[str]) -> bool:
-    """Whether PyTorch makes a value, or what that is made of, in a kernel of its own, which can go on with it."""
-    v = program.by_name[name]
-    if v.expr is None or v.projection or name in members:
-        return False
-    found = reductions(v.expr)
-    if found or _cost(v.expr) > MAX_COLUMN_OPS:
-        return all(len(loads(r.body)) == 1 for r in found)
-    return any(_is_made(program, root_of(program, r), members) for r in v.reads)
+def _made(program: Program, members: set[str]) -> set[str]:
+    """What PyTorch makes, or makes of something, in a kernel of its own, which can go on with it."""
+    made: set[str] = set()
+    for v in program.values:
+        if v.expr is None or v.projection or v.name in members:
+            continue
+        found = reductions(v.expr)
+        own = bool(found) or _cost(v.expr) > MAX_COLUMN_OPS
+        if all(len(loads(r.body)) == 1 for r in found) if own else not made.isdisjoint(v.reads):
+            made.add(v.name)
+    return made
 
 
 def _is_costly_side(program: Program, v: Value) -> bool:
