@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -22,8 +24,13 @@ def test_short_sequences_store_nothing(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::fl_pallas.errors.FallbackWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("mixed_heads", torch.bfloat16),
+        *itertools.product(("talking_heads", "bahdanau"), (torch.float32, torch.bfloat16, torch.float16)),
+    ],
+)
 def test_what_is_stored_serves_all_gradients(
     name: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
