@@ -6,9 +6,11 @@ on. Inductor makes a function of each stage that has something to fuse; eager Py
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import operator
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,15 +59,12 @@ class _Stage:
 
 def _by_inductor(gm: GraphModule, examples: Sequence[torch.Tensor]) -> Function:
     """A graph as Inductor compiles it, for tensors that lie as the examples."""
-    from torch._inductor import config  # takes a second
-    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.compile_fx import compile_fx_inner  # takes a second
     from torch._inductor.decomposition import select_decomp_table
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # The graph has its casts in it already. Both passes have to find the same numbers: what PyTorch rounds is rounded.
-    rounded = config.patch(emulate_precision_casts=True)
     plain = torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast()
-    with plain[0], plain[1], plain[2], unset_fake_temporarily(), rounded, tracing(TracingContext(mode)):
+    with plain[0], plain[1], plain[2], unset_fake_temporarily(), _as_eager(), tracing(TracingContext(mode)):
         with mode:
             fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in examples]
         simple = make_fx(gm, decomposition_table=select_decomp_table())(*fakes)
@@ -116,14 +115,24 @@ class Whole:
 
 
 def _whole_by_inductor(gm: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
-    from torch._functorch import config as autograd
-    from torch._inductor import config
+    from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
-    # Random numbers are eager PyTorch's; and what fails does so here, and not in a backward pass.
-    settled = config.patch(fallback_random=True), autograd.patch(force_non_lazy_backward_lowering=True)
-    with settled[0], settled[1]:
+    # What fails does so here, and not in a backward pass.
+    with _as_eager(), config.patch(force_non_lazy_backward_lowering=True):
         return compile_fx(GraphModule(gm, _copy(gm.graph)), [*args])  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _as_eager() -> Iterator[None]:
+    """Inductor with eager PyTorch's random numbers and rounding: both passes have to find the same numbers, where the
+    gradient of a maximum goes to what equals it; and without its advice about TF32, which is the user's to set.
+    """
+    from torch._inductor import config
+
+    with config.patch(emulate_precision_casts=True, fallback_random=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
+        yield
 
 
 def _copy(graph: Graph) -> Graph:

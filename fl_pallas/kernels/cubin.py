@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -160,7 +160,12 @@ def compile_ttir(lowered: Lowered, capability: int) -> Cubin:
     binary, texts = kernel.asm["cubin"], {name: text for name, text in kernel.asm.items() if isinstance(text, str)}
     registers, stack = resources(binary)
     suspect = "s16x2" in texts["ptx"] or "wgmma" in texts["ptx"] and _ptxas() < SOUND
-    if suspect and is_miscompiled(_dumped(binary, "--dump-sass")):
+    if (
+        suspect
+        and is_miscompiled(_dumped(binary, "--dump-sass"))
+        or any(steady := steady_operands(texts["ptx"]))
+        and loses_operand(_dumped(binary, "--dump-sass"), steady)
+    ):
         raise Unsupported(lowered.name, f"ptxas would have it compute something else for sm_{capability}")
     return Cubin(binary, capability, registers, stack, kernel.metadata.shared, texts)
 
@@ -210,6 +215,99 @@ def is_miscompiled(sass: str) -> bool:
         if lower := _LOWER.search(line):
             source[lower[2]] = lower[3] if lower[3] != lower[1] else ""
     return False
+
+
+# Of PTX: an instruction's results; a matrix instruction and its operand in registers; labels, jumps, ends.
+_RESULTS = re.compile(r"\s*(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|%\w+)")
+_BY_REGISTERS = re.compile(r"\s*wgmma\.mma_async\S*\s+\{[^}]*\}, \{([^}]*)\}")
+_LABEL = re.compile(r"(\$L__BB\w+):")
+_JUMP = re.compile(r"(@\S+\s+)?bra(?:\.uni)?\s+(\$L__BB\w+)")
+_END = re.compile(r"\s*ret;")
+# The same of machine code, by addresses; a copy of a register; columns of a matrix instruction's result.
+_RESULT = re.compile(r"\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+) (?:P\w, )?R(\d+)")
+_TAKEN = re.compile(r"HGMMA\S* R\d+, R(\d+)")
+_ADDRESS = re.compile(r"/\*([0-9a-f]{4,})\*/")
+_BRANCH = re.compile(r"\*/\s+(@\S+ )?BRA\S* (?:U?P\w+, )?0x([0-9a-f]+)")
+_EXIT = re.compile(r"\*/\s+EXIT")
+_COPY = re.compile(r"\*/\s+(?:MOV|IMAD\.MOV\.U32) R\d+, (?:RZ, RZ, )?R\d+")
+_COLUMNS = re.compile(r"HGMMA\.64x(\d+)x")
+
+
+def steady_operands(ptx: str) -> list[bool]:
+    """Of each matrix instruction that takes an operand in registers: whether a loop comes to it again without writing
+    them."""
+    lines = ptx.splitlines()
+    labels = {m[1]: n for n, line in enumerate(lines) if (m := _LABEL.match(line))}
+    after = []
+    for n, line in enumerate(lines):
+        jump = _JUMP.search(line)
+        ends = _END.match(line) or jump and not jump[1]
+        after.append([*([] if ends else [n + 1]), *([labels[jump[2]]] if jump else [])])
+    writing: dict[str, set[int]] = {}
+    for n, line in enumerate(lines):
+        for register in re.findall(r"%\w+", m[1]) if (m := _RESULTS.match(line)) else ():
+            writing.setdefault(register, set()).add(n)
+    found = []
+    for n, line in enumerate(lines):
+        if m := _BY_REGISTERS.match(line):
+            written = set().union(*(writing.get(r, ()) for r in re.findall(r"%\w+", m[1])))
+            found.append(n in _reached(n, after, written))
+    return found
+
+
+def loses_operand(sass: str, steady: Sequence[bool]) -> bool:
+    """Whether a matrix instruction takes registers that a loop should not write, and does.
+
+    ptxas (12.8, 12.9) may not keep the registers of an operand that is the same in a whole loop: from the second
+    iteration on it is whatever they were used for.
+
+    Args:
+      steady: `steady_operands` of the PTX, whose order of matrix instructions ptxas keeps.
+    """
+    lines = [(int(m[1], 16), line) for line in sass.splitlines() if (m := _ADDRESS.search(line))]
+    places = {at: n for n, (at, _) in enumerate(lines)}
+    after: list[list[int]] = []
+    before: list[list[int]] = [[] for _ in lines]
+    for n, (_, line) in enumerate(lines):
+        jump = _BRANCH.search(line)
+        ends = _EXIT.search(line) or jump and not jump[1]
+        after.append([*([] if ends else [n + 1]), *([places[int(jump[2], 16)]] if jump else [])])
+        for m in after[n]:
+            if m < len(lines):
+                before[m].append(n)
+    products = [(n, int(m[1])) for n, (_, line) in enumerate(lines) if (m := _TAKEN.search(line))]
+    if len(products) != len(steady):
+        return True
+    for (n, register), is_steady in zip(products, steady, strict=True):
+        if is_steady:
+            taken = {*range(register, register + 4)}
+            writing = {k for k, (_, line) in enumerate(lines) if not taken.isdisjoint(_written(line))}
+            last = _reached(n, before, writing, into=True) & writing
+            if any(not _COPY.search(lines[k][1]) for k in last & _reached(n, after, set())):
+                return True
+    return False
+
+
+def _reached(start: int, after: Sequence[Sequence[int]], without: Set[int], into: bool = False) -> set[int]:
+    """Where one comes to from a place, itself if one comes back, not beyond some places; or `into` them either."""
+    found: set[int] = set()
+    waiting = [start]
+    while waiting:
+        for n in after[waiting.pop()]:
+            if n < len(after) and n not in found and (into or n not in without):
+                found.add(n)
+                if n not in without:
+                    waiting.append(n)
+    return found
+
+
+def _written(line: str) -> range:
+    """Numbers of the registers of a thread that an instruction writes."""
+    m = _RESULT.search(line)
+    if m is None:
+        return range(0)
+    columns = _COLUMNS.match(m[1])
+    return range(int(m[2]), int(m[2]) + (int(columns[1]) // 2 if columns else _width(m[1])))
 
 
 def _width(op: str) -> int:

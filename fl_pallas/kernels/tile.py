@@ -32,6 +32,7 @@ from ..schedule.expr import (
     children,
     free_axes,
     loads,
+    reductions,
     ref_names,
 )
 from ..schedule.inner import (
@@ -93,6 +94,21 @@ def seen(n: int | Size) -> int:
     return n.hint if isinstance(n, Size) else n
 
 
+@dataclass(frozen=True)
+class Side:
+    """One side of a matrix product.
+
+    Attributes:
+      factors: which it is the product of.
+      axis: what the product sums over.
+      dtype: of the sum.
+    """
+
+    factors: tuple[Expr, ...]
+    axis: Axis
+    dtype: str
+
+
 @dataclass
 class Scope:
     """Values known at one nesting depth.
@@ -150,6 +166,8 @@ class Evaluator:
         self.scopes: list[Scope] = []
         # Axes in whose place others stand, in a tile's dimensions.
         self.places: dict[Axis, Axis] = {}
+        # Sides of matrix products that a loop was given.
+        self.given: dict[Side, Tile] = {}
 
     # --- scopes ---------------------------------------------------------------------------------
 
@@ -317,7 +335,7 @@ class Evaluator:
             # One instruction, and four times as accurate as the bfloat16 that PyTorch would round to.
             return Tile(plgpu.approx_tanh(arrays[0]), axes)
         if e.name in ("floordiv", "mod") and axes and not self.interpret and _is_narrow(e.args[0]):
-            arrays[0] = arrays[0] + _never().astype(arrays[0].dtype)
+            arrays[0] = arrays[0] + never().astype(arrays[0].dtype)
         if e.name == "div" and self.compute == "f32" and (inverse := _inverse(e.args[1])) is not None:
             return Tile(arrays[0] * jnp.float32(inverse), axes)
         if e.name == "rounded" and self.interpret:
@@ -487,6 +505,29 @@ class Evaluator:
             out = jnp.where(found, jnp.full_like(out, jnp.nan), out)
         return Tile(out, rest)
 
+    def steady_sides(self, exprs: Iterable[Expr]) -> list[Side]:
+        """The sides of matrix products in `exprs` that are computed, and are the same wherever this scope is."""
+        here = self.scopes[-1]
+        found: dict[Side, None] = {}
+        for r in dict.fromkeys(n for e in exprs for n in reductions(e)):
+            p = self._matrix_product(r)
+            for factors in (p.left, p.right) if p is not None else ():
+                raw = len(factors) == 1 and isinstance(factors[0], Load) and factors[0].dtype == r.dtype
+                if not raw and not any(map(here.binds, factors)):
+                    found[Side(factors, r.axis, r.dtype)] = None
+        return [*found]
+
+    def _matrix_product(self, r: Reduce) -> Product | None:
+        """What `_reduce` makes a matrix product of, if it does."""
+        wide = self.wide(free_axes(r.body) | {r.axis})
+        if r.kind != "sum" or not is_float(r.body.dtype) or is_sequential(r, wide):
+            return None
+        p = as_product(r.body, r.axis, wide)
+        if p is None and self._gathers():
+            sheared = as_sheared(r.body, r.axis, wide)
+            p = None if sheared is None else sheared.product
+        return p if p is None else self._ranged(p, r.dtype)
+
     def matmul(self, p: Product, axis: Axis, dtype: str) -> Tile:
         """A sum of products as a matrix product of 2-D tiles."""
         left, right, scale = self._sides(p, axis, dtype)
@@ -572,12 +613,21 @@ class Evaluator:
 
     def _sides(self, p: Product, axis: Axis, dtype: str) -> tuple[Tile, Tile, tuple[Expr, ...]]:
         """Both sides of a matrix product, and what the product is multiplied by."""
-        if dtype == "f16":
-            p = within_sides(p, self.wide(a for f in (*p.left, *p.right, *p.scale) for a in free_axes(f)))
-        return self._side(p.left, axis, dtype), self._side(p.right, axis, dtype), p.scale
+        p = self._ranged(p, dtype)
+        left, right = (Side(factors, axis, dtype) for factors in (p.left, p.right))
+        return self.side_tile(left), self.side_tile(right), p.scale
 
-    def _side(self, side: tuple[Expr, ...], axis: Axis, dtype: str) -> Tile:
-        """One side of a matrix product, 0 beyond the end of `axis`, in the type it is multiplied in."""
+    def _ranged(self, p: Product, dtype: str) -> Product:
+        """A product whose sides stay in the range of their type."""
+        if dtype != "f16":
+            return p
+        return within_sides(p, self.wide(a for f in (*p.left, *p.right, *p.scale) for a in free_axes(f)))
+
+    def side_tile(self, s: Side) -> Tile:
+        """One side of a matrix product, 0 beyond the end of the axis, in the type it is multiplied in."""
+        if s in self.given:
+            return self.given[s]
+        side, axis, dtype = s.factors, s.axis, s.dtype
         narrow = JNP[dtype] if dtype in ("bf16", "f16") else JNP[self.compute]
         if len(side) == 1 and isinstance(side[0], Load) and is_float(side[0].dtype):
             raw = self._raw(side[0])
@@ -656,7 +706,7 @@ def _is_narrow(e: Expr) -> bool:
     return span is not None and -(2**15) <= span[0] and span[1] < 2**16
 
 
-def _never() -> Array:
+def never() -> Array:
     """0, of which LLVM has to believe that it may be 2 ** 20.
 
     ptxas (12.8 to 13.0) loses the constant of some sums of 16-bit pairs, which LLVM makes where it divides narrow

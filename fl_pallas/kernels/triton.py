@@ -41,7 +41,10 @@ from ..schedule.plan import (
 )
 from .blocks import Blocks
 from .pointwise import POINTWISE
-from .tile import JNP, Evaluator, Operand, Scope, Tile, identity_of, seen
+from .tile import JNP, Evaluator, Operand, Scope, Tile, identity_of, never, seen
+
+# What a loop's steps hold.
+Carry = tuple[Array, ...]
 
 
 @dataclass(frozen=True)
@@ -263,9 +266,9 @@ class _Program:
         probe = Scope({loop.axis: jnp.int32(0)}, {loop.axis: side}, dict.fromkeys(names))  # type: ignore[arg-type]
         ev.hoist((e for s in loop.steps for e in step_expressions(s)), probe)
 
-        def tile(
-            n: Array, carry: tuple[Array, ...], interior: Array | bool = False, whole: bool = True
-        ) -> tuple[Array, ...]:
+        unmasked = bare(loop)
+
+        def tile(n: Array, carry: Carry, interior: Array | bool = False, whole: bool = True) -> Carry:
             scope = ev.push({loop.axis: n * jnp.int32(side)}, {loop.axis: side})
             scope.refs.update(dict.fromkeys(names))  # type: ignore[arg-type]
             scope.whole = frozenset((loop.axis,)) if whole else frozenset()
@@ -274,12 +277,43 @@ class _Program:
             ev.pop()
             return new
 
-        carry = tuple(self._initial(s) for s in loop.steps)
+        carry = self._with_steady_sides(loop, probe, lambda carry: self._run(loop, tile, carry))
+        for s, x in zip(loop.steps, carry, strict=True):
+            outer.refs[s.name] = self._tile(s, x)
+
+    def _with_steady_sides(self, loop: Loop, probe: Scope, run: Callable[[Carry], Carry]) -> Carry:
+        """What a loop ends with, which is given the sides of products that are computed and the same in all of it.
+
+        Such a side has to lie in shared memory: Triton leaves it in registers, and ptxas (12.8, 12.9) then gives them
+        away, so that the second iteration multiplies other numbers. Triton stores what comes of loads, or is handed
+        to a loop: of one iteration, here, which no compiler knows.
+        """
+        ev, carry = self.ev, tuple(self._initial(s) for s in loop.steps)
+        ev.scopes.append(probe)
+        sides = [] if ev.interpret else ev.steady_sides(e for s in loop.steps for e in step_expressions(s))
+        ev.pop()
+        if not sides:
+            return run(carry)
+        tiles = [ev.side_tile(s) for s in sides]
+
+        def once(_: Array, state: tuple[list[Array], Carry]) -> tuple[list[Array], Carry]:
+            arrays, carry = state
+            ev.given = {s: Tile(x, t.axes) for s, x, t in zip(sides, arrays, tiles, strict=True)}
+            ev.push({}, {})
+            carry = run(carry)
+            ev.pop()
+            ev.given = {}
+            return [jnp.zeros_like(x) for x in arrays], carry
+
+        return lax.fori_loop(0, 1 + never(), once, ([t.array for t in tiles], carry))[1]
+
+    def _run(self, loop: Loop, tile: Callable[..., Carry], carry: Carry) -> Carry:
+        """The loop's iterations."""
+        side = self.plan.choices.tile(loop.axis) or 1
         first, last = self._bounds(loop, side)
         # Tiles below this one lie inside of the axis whole.
         ragged = lax.div(self._extent(loop.axis), jnp.int32(side))
         whole = jnp.minimum(last, ragged)
-        unmasked = bare(loop)
         if loop.interior is None:
             carry = lax.fori_loop(first, whole, tile, carry)
         else:
@@ -287,7 +321,7 @@ class _Program:
             if any(loads(bound) for bound in bounds_of(loop) if bound is not None):
                 # Threads are not known to agree where data says what is inside, and a branch takes longer then than a
                 # loop of its own. One more serves both sides of it.
-                def outside(n: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+                def outside(n: Array, carry: Carry) -> Carry:
                     return tile(n + jnp.where(n >= start, stop - start, 0), carry)
 
                 carry = lax.fori_loop(start, stop, lambda n, c: tile(n, c, True), carry)
@@ -298,8 +332,7 @@ class _Program:
             # One tile, and no loop, which would take registers from the others, and make them test each index.
             there = (first <= ragged) & (ragged < last)
             carry = lax.cond(there, lambda c: tile(ragged, c, whole=False), lambda c: c, carry)
-        for s, x in zip(loop.steps, carry, strict=True):
-            outer.refs[s.name] = self._tile(s, x)
+        return carry
 
     def _interior(self, loop: Loop, interior: Interior, side: int, first: Array, last: Array) -> tuple[Array, Array]:
         """First tile from `first` to `last` that lies inside of the loop's interior whole, and one past the last."""

@@ -157,3 +157,14 @@ def test_a_graph_without_kernels(stages: list[list[str]]) -> None:
 
     run_and_check(plain, fl.compile(plain, rest="inductor"), inputs(torch.float32)[:3])
     assert len(stages) == 1
+
+
+def largest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As many maxima as scores: their gradients are PyTorch's."""
+    return (q[:, :, :, None] + k[:, :, None]).amax(-1).softmax(-1) @ v
+
+
+@pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU, and there is no g++")
+def test_a_maximum_is_found_again_by_the_backward_pass() -> None:
+    check_gradients(largest, fl.compile(largest, rest="inductor"), inputs(torch.bfloat16, 64)[:3])
