@@ -203,9 +203,20 @@ def walk(e: Expr) -> Iterator[Expr]:
 
 def reductions(e: Expr) -> list[Reduce]:
     """Every distinct reduction inside `e`, inner before outer."""
-    return [n for n in walk(e) if isinstance(n, Reduce)]
+    return [*_inside(e)[0]]
 
 
 def loads(e: Expr) -> list[Load]:
     """Every distinct load inside `e`."""
-    return [n for n in walk(e) if isinstance(n, Load)]
+    return [*_inside(e)[1]]
+
+
+def _inside(e: Expr) -> tuple[tuple[Reduce, ...], tuple[Load, ...]]:
+    """The reductions and the loads inside `e`, found once: passes ask for them again and again."""
+    cached = e.__dict__.get("_inside")
+    if cached is None:
+        nodes = [*walk(e)]
+        found = tuple(n for n in nodes if isinstance(n, Reduce))
+        cached = found, tuple(n for n in nodes if isinstance(n, Load))
+        object.__setattr__(e, "_inside", cached)
+    return cached

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..build import row_major, substitute
-from ..expr import Axis, Expr, free_axes, index, loads, reductions
+from ..expr import Axis, Expr, Reduce, free_axes, index, loads, reductions
 from ..program import Program, Value
 from .grow_regions import Region
 from .resolve_views import inlined
@@ -123,11 +123,19 @@ def renamed(v: Value, axes: tuple[tuple[Axis, ...], ...]) -> Output:
     return Output(v.name, tuple(a for group in axes for a in group), v.dtype, expr, dims)
 
 
+def _what(r: Reduce) -> tuple[str, frozenset[str]]:
+    """What a reduction is by any names of its axes."""
+    return r.kind, frozenset(n.source for n in loads(r))
+
+
 def join_group(v: Value, group: list[Output]) -> Output | None:
     """`v` over the axes of `group`, renamed so that it shares most reductions; None if it shares none."""
+    assert v.expr is not None
     lead, *others = group
     features = dict.fromkeys(a for o in others for a in o.axes if a not in lead.axes)
     shared = {r for o in group for r in reductions(o.expr)}
+    if not {_what(r) for r in reductions(v.expr)} & {_what(r) for r in shared}:
+        return None
     best: tuple[tuple[int, int], Output] | None = None
     runs = [lead.axes[i:k] for i in range(len(lead.axes)) for k in range(i + 1, len(lead.axes) + 1)]
     runs += [(a,) for a in features]

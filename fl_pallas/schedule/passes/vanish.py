@@ -217,8 +217,8 @@ def _component(bound: list[Axis], factors: list[tuple[Letter, int]]) -> tuple[fr
 def _named(axes: frozenset[Axis], product: Monomial) -> Total:
     """The sum over `axes` under names that depend on nothing but what it says."""
     depth = 1 + max((_depth(a) for a, _ in product), default=0)
-    by_extent = sorted(axes, key=lambda a: a.extent)
-    groups = [list(g) for _, g in itertools.groupby(by_extent, key=lambda a: a.extent)]
+    signs = {a: (a.extent, _sign(a, axes, product) if len(axes) > 1 else "") for a in axes}
+    groups = [list(g) for _, g in itertools.groupby(sorted(axes, key=signs.__getitem__), key=signs.__getitem__)]
     if any(len(g) > MAX_ALIKE for g in groups):
         raise _TooLong
     orders = itertools.product(*map(itertools.permutations, groups))
@@ -227,6 +227,12 @@ def _named(axes: frozenset[Axis], product: Monomial) -> Total:
         own = {a: Axis(f"%{depth}.{n}", a.extent) for n, a in enumerate(itertools.chain(*order))}
         made.append(Total(tuple(own.values()), frozenset((_renamed(a, own), n) for a, n in product), depth))
     return min(made, key=_text) if len(made) > 1 else made[0]
+
+
+def _sign(a: Axis, axes: frozenset[Axis], product: Monomial) -> str:
+    """What a product says of an axis, no other of `axes` told from the next: what differs in it needs no trying out."""
+    own = {b: Axis("%own" if b == a else "%other", b.extent) for b in axes}
+    return _product_text(frozenset((_renamed(f, own), n) for f, n in product if a in _free(f)))
 
 
 def _depth(a: Letter) -> int:
