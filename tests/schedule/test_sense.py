@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fl_pallas as fl
-from fl_pallas.schedule.expr import Load, free_axes, loads
+from fl_pallas.schedule.expr import Load, const, free_axes, loads
 from fl_pallas.schedule.passes import epilogue, surround
 from fl_pallas.schedule.plan import Accumulator, KernelPlan, operand_names
 from fl_pallas.schedule.program import Program
@@ -96,6 +96,18 @@ def test_rows_that_one_tile_reads_are_rotated_there(device: torch.device) -> Non
 
     plans, _ = kernels(run, draw(16, 4096, device, torch.bfloat16))
     assert any(len(operand_names(p)) >= 5 for p in plans)
+
+
+@pytest.mark.parametrize(("queries", "once"), [(2048, True), (16, False)])
+def test_keys_are_scaled_once_for_many_queries(queries: int, once: bool, device: torch.device) -> None:
+    """To the length 1: factors of scores, else, that each tile of queries has to compute."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, F.normalize(k, dim=-1), v)
+
+    (plan, *_), _ = kernels(run, draw(queries, 4096, device, torch.bfloat16))
+    vectors = [n for n in in_loops(plan) if sum(i != const(0, "i64") for i in n.index) < 4]
+    assert bool(vectors) is not once
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

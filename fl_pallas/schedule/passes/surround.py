@@ -11,13 +11,15 @@ from ..target import HOPPER
 from .choose import COSTLY
 from .joins import Sides, is_of_positions
 from .resolve_views import root_of
-from .weigh import ISSUED, LAUNCH, MOVED
+from .weigh import ISSUED, LAUNCH, MOVED, POWERS
 
 # Float operations of a prologue that may be repeated in the loop (column side) or per row tile (row side).
 MAX_COLUMN_OPS, MAX_ROW_OPS = 3, 12
 # Rows of a tile; and instructions for an element that goes through registers to the matrix units, where what is loaded
 # as it is goes there straight.
 ROWS, THROUGH_REGISTERS = 128, 8
+# Scores that one thread of a matrix instruction has in a column.
+SHARED_BY = 2
 # Cycles that are worth the trouble.
 WORTH = LAUNCH / 4
 
@@ -59,7 +61,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
             fits = False
         elif _is_rounding(v.expr):
             fits = False  # a cast that is no view is PyTorch's
-        elif loops[v.name] and _takes_longer(v, made, tiles):
+        elif loops[v.name] and _takes_longer(program, v, made, tiles, loops[v.name]):
             fits = False
         else:
             fits = _cost(v.expr) <= (MAX_COLUMN_OPS if cols else MAX_ROW_OPS)
@@ -75,20 +77,35 @@ def _is_rounding(e: Expr) -> bool:
     return is_float(e.dtype) and is_float(e.args[0].dtype)
 
 
-def _takes_longer(v: Value, made: set[str], tiles: int) -> bool:
+def _takes_longer(program: Program, v: Value, made: set[str], tiles: int, loop: frozenset[Axis]) -> bool:
     """Whether so many tiles of rows, which each compute `v` in their loop, take longer than PyTorch does once.
 
-    Rotated keys, say. Factors alone leave a product of matrices, but for one that is loaded as it is.
+    Rotated keys, say. Factors alone leave a product of matrices, but for one that is loaded as it is: what scales keys
+    scales scores then, and each thread computes it for all columns of its scores.
 
     Args:
       made: what PyTorch has a kernel for that could go on with `v`.
+      loop: the axes that a loop takes.
     """
     assert v.expr is not None
-    wide = [f for f in _factors(v.expr) if not _is_narrow(f, v)]
+    own = _factors(v.expr)
+    wide = [f for f in own if not _is_narrow(f, v)]
     if all(isinstance(f, Load) for f in wide) and len(wide) <= 1:
-        return False
-    inside = tiles * v.numel * (_cost(v.expr) + THROUGH_REGISTERS) / (ISSUED * HOPPER.processors)
+        scales = [f for f in own if f not in wide and free_axes(f) & loop]
+        each = ((math.prod(a.extent for a in free_axes(f)), 1 + _issued(program, f) / SHARED_BY) for f in scales)
+        work = sum(columns * ROWS * cost for columns, cost in each)
+    else:
+        work = v.numel * (_cost(v.expr) + THROUGH_REGISTERS)
+    inside = tiles * work / (ISSUED * HOPPER.processors)
     return inside > (LAUNCH if made.isdisjoint(v.reads) else WORTH) + 2 * v.numel * itemsize(v.dtype) / MOVED
+
+
+def _issued(program: Program, e: Expr) -> int:
+    """Instructions for one element, of what is no reduction: one of the unit of exponentials counts for its share."""
+    ops = [n for n in walk(e) if isinstance(n, Op) and is_float(n.dtype)]
+    own = sum(ISSUED // POWERS if n.name in COSTLY or n.name in _ROOTS else 1 for n in ops)
+    read = (program.by_name[n.source].expr for n in loads(e))
+    return own + sum(1 if x is None or reductions(x) else _issued(program, x) for x in read)
 
 
 def _made(program: Program, members: set[str]) -> set[str]:
@@ -205,6 +222,7 @@ def _summed(v: Value, readers: list[Value], loops: dict[str, frozenset[Axis]]) -
     return frozenset(found)
 
 
+_ROOTS = ("sqrt", "rsqrt", "div")
 _COSTS = {
     "select": 4, "exp": 2, "log": 2, "tanh": 4, "sigmoid": 3, "sin": 4, "cos": 4, "tan": 4, "asin": 4,
     "acos": 4, "atan": 4, "atan2": 4, "pow": 4, "erf": 4, "uniform": 20,
