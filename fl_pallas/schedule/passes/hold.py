@@ -71,6 +71,7 @@ def _shared(groups: Groups, compute: str) -> dict[Expr, str]:
     """
     found: dict[Expr, str] = {}
     seen: set[tuple[Expr, str]] = set()
+    made = {o.name for g in groups for o in g.outputs}
 
     def visit(e: Expr, multiplied: str) -> None:
         if (e, multiplied) in seen:
@@ -81,7 +82,7 @@ def _shared(groups: Groups, compute: str) -> dict[Expr, str]:
         elif not isinstance(e, Op) or e.name != "mul":
             multiplied = compute
         for c in children(e):
-            if free_axes(e) - free_axes(c) and _is_large(c):
+            if free_axes(e) - free_axes(c) and _is_large(c, made):
                 wider = max(found.get(c, multiplied), multiplied, key=itemsize)
                 found[c] = wider
             if not isinstance(c, Load):
@@ -97,9 +98,10 @@ def _shared(groups: Groups, compute: str) -> dict[Expr, str]:
     return {e: found[e] for e in kept}
 
 
-def _is_large(e: Expr) -> bool:
+def _is_large(e: Expr, made: set[str]) -> bool:
+    """Whether `e` is larger than what it reads, but for what is held already."""
     size = math.prod(a.extent for a in free_axes(e))
-    largest = max((math.prod(a.extent for a in free_axes(n)) for n in loads(e)), default=0)
+    largest = max((math.prod(a.extent for a in free_axes(n)) for n in loads(e) if n.source not in made), default=0)
     return is_float(e.dtype) and bool(reductions(e)) and size > largest
 
 
