@@ -9,6 +9,7 @@ import fl_pallas as fl
 from fl_pallas.schedule.passes import hold
 from tests.oracle import check, check_gradients
 from tests.programs import BY_NAME
+from tests.unrun import unrun
 
 MIXING = ["talking_heads", "mixed_heads", "bahdanau"]
 
@@ -49,3 +50,14 @@ def test_what_is_stored_serves_all_gradients(
     with torch.no_grad():
         check(fn, inputs, compiled(*inputs))
     check_gradients(fn, compiled, inputs)
+
+
+@pytest.mark.filterwarnings("ignore::fl_pallas.errors.FallbackWarning")
+def test_what_reads_what_is_held_is_held_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores before heads are mixed, and the gradient of those after it: as large as each other."""
+    monkeypatch.setattr(hold, "SAVED", 0)
+    shapes = [(1, 8, 1024, 64)] * 3 + [(8, 8)]
+    inputs = [torch.randn(s, dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+    with unrun():
+        found = fl.explain(BY_NAME["talking_heads"].fn, *inputs)
+    assert {"r0_h0", "r0_h1"} <= {s.name for g in found.graphs for k in g.kernels for s in k.stores}
