@@ -37,6 +37,11 @@ THINNED = {
     "test_as_the_program": 2,
     "test_decode": 2,
     "test_streamed_in_any_tiles": 2,
+    "test_compiles": 3,
+    "test_far_from_the_origin": 2,
+    "test_either_way_is_right": 2,
+    "test_positions_are_exact": 2,
+    "test_gradients_go_where_pytorchs_do": 2,
 }
 """Of these tests, which have dozens of cases, one in so many runs on a CPU; all with --every-case."""
 NO_GPU = "needs a CUDA GPU: torch.cuda.is_available() is False"

@@ -223,13 +223,13 @@ _BY_REGISTERS = re.compile(r"\s*wgmma\.mma_async\S*\s+\{[^}]*\}, \{([^}]*)\}")
 _LABEL = re.compile(r"(\$L__BB\w+):")
 _JUMP = re.compile(r"(@\S+\s+)?bra(?:\.uni)?\s+(\$L__BB\w+)")
 _END = re.compile(r"\s*ret;")
-# The same of machine code, by addresses; a copy of a register; columns of a matrix instruction's result.
+# The same of machine code, by addresses; a copy of a register, or zeros; columns of a matrix instruction's result.
 _RESULT = re.compile(r"\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+) (?:P\w, )?R(\d+)")
 _TAKEN = re.compile(r"HGMMA\S* R\d+, R(\d+)")
 _ADDRESS = re.compile(r"/\*([0-9a-f]{4,})\*/")
 _BRANCH = re.compile(r"\*/\s+(@\S+ )?BRA\S* (?:U?P\w+, )?0x([0-9a-f]+)")
 _EXIT = re.compile(r"\*/\s+EXIT")
-_COPY = re.compile(r"\*/\s+(?:MOV|IMAD\.MOV\.U32) R\d+, (?:RZ, RZ, )?R\d+")
+_COPY = re.compile(r"\*/\s+(?:(?:MOV|IMAD\.MOV\.U32) R\d+, (?:RZ, RZ, )?R[\dZ]+|CS2R(?:\.32)? R\d+, SRZ)")
 _COLUMNS = re.compile(r"HGMMA\.64x(\d+)x")
 
 

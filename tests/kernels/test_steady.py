@@ -85,9 +85,10 @@ def test_what_a_loop_writes_is_not_steady() -> None:
         (("HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR4], R24", "FADD R7, R8, R8", "@P1 BRA 0x0", "EXIT"), True),
         (("FADD R7, R8, R8", "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR4], R24", "@P1 BRA 0x0", "EXIT"), True),
         (("MOV R7, R8", "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR4], R24", "@P1 BRA 0x0", "EXIT"), False),
+        (("CS2R R6, SRZ", "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR4], R24", "@P1 BRA 0x0", "EXIT"), False),
         (("FADD R7, R8, R8", "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR4], R24", "@P1 BRA 0x10", "EXIT"), False),
     ],
-    ids=["others", "behind", "before", "restored", "before the loop"],
+    ids=["others", "behind", "before", "restored", "zeros", "before the loop"],
 )
 def test_registers_that_are_written(body: tuple[str, ...], lost: bool) -> None:
     assert loses_operand(sass(*body), [True]) is lost
