@@ -51,7 +51,13 @@ def gated(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v) * torch.sigmoid(q) * sin[0].to(q.dtype)
 
 
-VARIANTS: list[Callable] = [rotary, rotary_wide, biased, normed, gated]
+def weighed(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A norm with a weight for each feature."""
+    q, k = (F.rms_norm(x, [x.shape[-1]], w[1].to(x.dtype)) for x, w in ((q, cos), (k, sin)))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+VARIANTS: list[Callable] = [rotary, rotary_wide, biased, normed, weighed, gated]
 
 
 def draw(queries: int, keys: int, device: torch.device, dtype: torch.dtype, batch: int = BATCH) -> list[Tensor]:
@@ -108,6 +114,15 @@ def test_keys_are_scaled_once_for_many_queries(queries: int, once: bool, device:
     (plan, *_), _ = kernels(run, draw(queries, 4096, device, torch.bfloat16))
     vectors = [n for n in in_loops(plan) if sum(i != const(0, "i64") for i in n.index) < 4]
     assert bool(vectors) is not once
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_what_goes_on_with_scaled_keys_is_done_with_them(training: bool, device: torch.device) -> None:
+    """Their weights, and their rounding: loops take keys as they lie, in 16 bits."""
+    inputs = [t.requires_grad_(training and n < 3) for n, t in enumerate(draw(2048, 2048, device, torch.bfloat16))]
+    for plan in kernels(weighed, inputs)[0]:
+        taken = [n for n in in_loops(plan) if any(a.name.startswith("r") for a in free_axes(n))]
+        assert taken and all(n.dtype == "bf16" and len(n.index) == 4 for n in taken)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

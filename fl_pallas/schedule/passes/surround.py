@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Load, Op, free_axes, loads, reductions, walk
@@ -37,8 +38,9 @@ def divides(node: Load) -> bool:
 
 def with_prologue(program: Program, members: set[str], sides: AllSides, taken: set[str]) -> set[str]:
     """Add producers that would be as large as the blow-up, or are cheap enough to repeat; none that a region has."""
-    members, sides = set(members), dict(sides)
+    own, members, sides = members, set(members), dict(sides)
     others = taken - members
+    longer: set[str] = set()
     tiles = max((math.prod(a.extent for a in rows) for own in sides.values() for rows, _ in own), default=1) // ROWS
     chosen_by, made = _choosing(program, members), _made(program, members)
     returned = {root_of(program, name) for name in program.outputs}
@@ -63,11 +65,28 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
             fits = False  # a cast that is no view is PyTorch's
         elif loops[v.name] and _takes_longer(program, v, made, tiles, loops[v.name]):
             fits = False
+            longer.add(v.name)
         else:
             fits = _cost(v.expr) <= (MAX_COLUMN_OPS if cols else MAX_ROW_OPS)
         if fits:
             members.add(v.name)
-    return members
+    return members - _going_on(program, members - own, longer, loops)
+
+
+def _going_on(program: Program, added: set[str], longer: set[str], loops: Mapping[str, frozenset[Axis]]) -> set[str]:
+    """Those of `added` that PyTorch had better go on with where it makes `longer`: what a loop takes, and is no larger
+    (a norm's weights); and what nothing but these needed.
+    """
+    gone: set[str] = set()
+    for v in program.values:
+        if v.name in added and loops.get(v.name) and v.expr is not None and not reductions(v.expr):
+            read = [program.by_name[r] for r in v.reads if r in longer | gone]
+            if any(v.numel <= r.numel for r in read):
+                gone.add(v.name)
+    for v in reversed(program.values):
+        if v.name in added and gone.issuperset(u := program.users[v.name]) and u:
+            gone.add(v.name)
+    return gone
 
 
 def _is_rounding(e: Expr) -> bool:
