@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -62,6 +63,15 @@ def test_long_tables_are_not() -> None:
     with unrun(), torch.no_grad():
         (graph,) = fl.explain(clamped, *draw(12, torch.float32, torch.device("cpu"))[:4]).graphs
     assert len(graph.kernels) == 1
+
+
+def test_rows_that_a_position_shifts_are_not() -> None:
+    """Gradients of relative positions read keys at i + p: half as many keys as positions, but each once for a query."""
+    case = BY_NAME["xlnet"]
+    inputs = (x.requires_grad_() for x in case.make_inputs(64, torch.bfloat16, "cpu"))
+    with unrun():
+        _, backward = fl.explain(case.target(torch.bfloat16, "cpu"), *inputs).graphs
+    assert max(math.prod(s.shape) for plan in backward.kernels for s in plan.stores) < 2 * 2 * 64 * 64
 
 
 @pytest.mark.filterwarnings("ignore::fl_pallas.errors.FallbackWarning")  # gradients of the vectors of all pairs

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..build import substitute
-from ..expr import Axis, Expr, Reduce, free_axes, index, load, loads, reductions
+from ..expr import Axis, Expr, Index, Reduce, free_axes, index, load, loads, reductions
+from ..integer import linear
 from .fuse import Fused, Output
 
 # Rows of a table for each index of the axes that its positions replace, at most.
@@ -59,7 +60,10 @@ def _position(r: Reduce, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Expr, A
                 continue
             axis = Axis(f"%{extent}", extent)
             left = free_axes(substitute(r.body, {}, {position: index(axis)}))
-            gone = math.prod(a.extent for a in free_axes(position) - left)
-            if left & free_axes(position) and 1 < extent <= SHARE * gone:
+            # Along an axis that shifts the position each row is met once: as many more are outside of the table.
+            shifting = {t.axis for t in linear(position)[0] if isinstance(t, Index)}
+            gone = free_axes(position) - left
+            places = math.prod(min(a.extent, extent) if a in shifting else a.extent for a in gone)
+            if left & free_axes(position) and 1 < extent <= SHARE * places:
                 return position, axis
     return None
