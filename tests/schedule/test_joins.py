@@ -12,6 +12,8 @@ from torch import Tensor
 import fl_pallas as fl
 from fl_pallas.schedule.plan import operand_names
 from tests.oracle import check_gradients, run_and_check
+from tests.programs import BY_NAME
+from tests.unrun import unrun
 
 
 def mean_shift(x: Tensor, width: Tensor) -> Tensor:
@@ -107,3 +109,15 @@ def test_features_that_are_normalised_are_no_scores(length: int, device: torch.d
     found = fl.explain(normed_features, *inputs)
     read = {name for graph in found.graphs for plan in graph.kernels for name in operand_names(plan)}
     assert found.kernel_count == 1 and read == {"getitem"}
+
+
+def test_what_is_summed_along_a_shift_has_lost_a_side() -> None:
+    """XLNet's scores by position have rows of a batch and queries. A sum over queries, keys being shifted along with
+    them, leaves a key's gradient: what is no larger than twice that, kernels may hand on to each other."""
+    case = BY_NAME["xlnet"]
+    inputs = (x.requires_grad_() for x in case.make_inputs(257, torch.bfloat16, "cpu"))
+    with unrun():
+        _, backward = fl.explain(case.target(torch.bfloat16, "cpu"), *inputs).graphs
+    assert backward.schedule is not None and not backward.fallbacks
+    (region,) = backward.schedule.regions
+    assert all(backward.schedule.program.by_name[m].numel >= 4 * 257 * 257 for m in region.large)

@@ -343,7 +343,8 @@ def _add_member(program: Program, v: Value, seed: Seed) -> bool:
     The member is looked at in terms of the seed, so that views in between leave no trace: it is large
     where one load of the seed still has an index along its rows and another along its columns. One
     axis stands for both only if it was flattened from them, which a division in the indices shows.
-    What is reduced along one side is not large for an index that it has of the other (a relative shift).
+    What is reduced along one side is not large for an index that it has of the other (a relative shift), nor what is
+    reduced along both at once, for the batch that such a side was flattened with (the gradient of keys there).
     """
     assert v.expr is not None
     found = {n: inline_load(n, seed.members[n.source]) for n in loads(v.expr) if n.source in seed.members}
@@ -361,7 +362,7 @@ def _add_member(program: Program, v: Value, seed: Seed) -> bool:
         if seed.rows and seed.cols:
             reduced = (along_cols <= along_rows and every[1] - own) or (along_rows <= along_cols and every[0] - own)
             diagonal = len(along_rows | along_cols) == 1 and not divides(node)
-            large |= bool(along_rows and along_cols) and not (reduced or diagonal)
+            large |= bool(along_rows and along_cols) and not (reduced or diagonal or every[0] & every[1] - own)
         else:
             # A side of extent 1 leaves no axis to look for.
             large |= bool(along_rows | along_cols)
