@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ..errors import ScheduleError
+from ..schedule.build import op, select, substitute
 from ..schedule.dtype import is_float
 from ..schedule.expr import (
     Axis,
@@ -30,9 +31,13 @@ from ..schedule.expr import (
     Ref,
     Size,
     children,
+    const,
     free_axes,
+    index,
     loads,
+    raw_reduce,
     reductions,
+    ref,
     ref_names,
 )
 from ..schedule.inner import (
@@ -40,6 +45,7 @@ from ..schedule.inner import (
     Sheared,
     as_product,
     as_sheared,
+    as_shifted,
     as_vector_product,
     covering_tile,
     is_matrix_product,
@@ -484,6 +490,9 @@ class Evaluator:
             sheared = as_sheared(body, axis, wide) if self._gathers() else None
             if sheared is not None:
                 return self.sheared(sheared, axis, dtype)
+            shifted = as_shifted(body, axis, wide)
+            if shifted is not None:
+                return self.shifted(shifted, axis, dtype) if self._gathers() else self._by_index(body, axis, dtype)
             product = as_vector_product(body, axis, wide)
             if product is not None and dtype in ("bf16", "f16") and self._is_worth_a_matrix(product, axis):
                 return self.vector_matmul(product, axis, dtype)
@@ -535,17 +544,8 @@ class Evaluator:
 
     def sheared(self, s: Sheared, axis: Axis, dtype: str) -> Tile:
         """A matrix product over the window of positions that the tile has, and each element's place in it."""
-        kept, gone = self.side(s.kept), self.side(s.gone)
-        back = kept - 1 if s.sign < 0 else 0
-        low = jnp.int32(-back)
-        for a, sign in ((s.gone, 1), (s.kept, s.sign)):
-            start = self.start(a)
-            low = low if start is None else low + start * jnp.int32(sign)
-        width = s.width(kept, gone)
-        self.places[s.window] = s.gone
-        scope = self.push({}, {s.window: width})
+        kept, gone, back = self._push_window(s)
         try:
-            scope.refs[s.position] = Tile(lax.iota(jnp.int32, width) + low, (s.window,))
             left, right, scale = self._sides(s.product, axis, dtype)
             out = self._product(left, right, axis)
         finally:
@@ -556,6 +556,58 @@ class Evaluator:
         here, other = (lax.broadcasted_iota(jnp.int32, shape, d) for d in (along, 1 - along))
         at = here + jnp.int32(s.sign) * other + jnp.int32(back)
         return self._scaled(Tile(gather(out.array, at, along, self.interpret), axes), scale)
+
+    def shifted(self, s: Sheared, axis: Axis, dtype: str) -> Tile:
+        """The other way round: each element takes its place in the window, and the product is over that."""
+        weights = self.side_tile(Side(s.product.left, axis, dtype))
+        kept, gone, back = self._push_window(s)
+        try:
+            along = weights.axes.index(s.gone)
+            width = self.side(s.window)
+            shape = (kept, width) if along else (width, kept)
+            here, other = (lax.broadcasted_iota(jnp.int32, shape, d) for d in (along, 1 - along))
+            at = here - jnp.int32(s.sign) * other - jnp.int32(back) + self._unsteady(axis)
+            inside = (at >= 0) & (at < jnp.int32(gone))
+            placed = gather(weights.array, at & jnp.int32(gone - 1), along, self.interpret)
+            placed = jnp.where(inside, placed, jnp.zeros_like(placed))
+            axes = tuple(s.window if a == s.gone else a for a in weights.axes)
+            return self._product(Tile(placed, axes), self.side_tile(Side(s.product.right, axis, dtype)), s.window)
+        finally:
+            self.pop()
+
+    def _unsteady(self, axis: Axis) -> Array:
+        """0, of which compilers have to believe that it changes along a loop: what has it for a term is not held in
+        registers from before the loop, which take more than it does to make it again."""
+        start = self.start(axis)
+        return jnp.int32(0) if start is None else lax.shift_right_logical(start, jnp.int32(30))
+
+    def _push_window(self, s: Sheared) -> tuple[int, int, int]:
+        """Bind the window of positions that the tile has; the tile's sides, and how far the first position lies before
+        that of the tile's first element."""
+        kept, gone = self.side(s.kept), self.side(s.gone)
+        back = kept - 1 if s.sign < 0 else 0
+        low = jnp.int32(-back)
+        for a, sign in ((s.gone, 1), (s.kept, s.sign)):
+            start = self.start(a)
+            low = low if start is None else low + start * jnp.int32(sign)
+        width = s.width(kept, gone)
+        self.places[s.window] = s.gone
+        scope = self.push({}, {s.window: width})
+        scope.refs[s.position] = Tile(lax.iota(jnp.int32, width) + low, (s.window,))
+        return kept, gone, back
+
+    def _by_index(self, body: Expr, axis: Axis, dtype: str) -> Tile:
+        """The sum of `body` over the current tile of `axis`, one index at a time."""
+        start, each = self.start(axis), Axis("%each", self.side(axis))
+        scope = self.push({}, {})
+        try:
+            scope.refs["%start"] = Tile(jnp.int32(0) if start is None else start, ())
+            place = op("add", ref("%start", (), "i64"), index(each), dtype="i64")
+            inside = op("lt", place, const(axis.extent, "i64") if axis.size is None else axis.size, dtype="bool")
+            one = select(inside, substitute(body, {axis: place}), const(0.0, body.dtype))
+            return self._sequential(raw_reduce("sum", each, one, dtype))
+        finally:
+            self.pop()
 
     def _product(self, left: Tile, right: Tile, axis: Axis) -> Tile:
         """left · right, summed over `axis`."""

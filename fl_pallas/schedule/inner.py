@@ -148,6 +148,28 @@ def as_sheared(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Sheared | None
     return None
 
 
+def as_shifted(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Sheared | None:
+    """A sum of w[i, j] · t[j - i + c, d] over j as a product over the window of positions, in which each w[i, j] has a
+    place of its own; or None. The first side of `product` is w, before it takes that."""
+    for kept in free_axes(body) & tiled - {axis}:
+        own = frozenset((kept, axis))
+        loaded = [f for f in factors(body) if isinstance(f, Load) and (free_axes(f) & tiled) - own]
+        weights = tuple(f for f in factors(body) if f not in loaded)
+        if len(loaded) != 1 or frozenset().union(*map(free_axes, weights)) & tiled != own:
+            continue
+        found = dict(_positions(loaded[0], own))
+        if len(found) != 1:
+            continue
+        ((n, (first, a, b, terms, c)),) = found.items()
+        window = Axis(f"%{axis}{'+-'[a * b < 0]}{kept}", power_of_two(covering_tile(kept) + covering_tile(axis)))
+        position = ref(window.name, (window,), "i64")
+        place = from_linear(({**terms, position: a if first == axis else b}, c), n.dtype)
+        table = substitute(loaded[0], {}, {n: place})
+        if not free_axes(table) & own:
+            return Sheared(kept, axis, a * b, window, window.name, Product(weights, (table,), ()))
+    return None
+
+
 _Position = tuple[Axis, int, int, dict[Expr, int], int]
 
 
@@ -165,6 +187,11 @@ def _positions(e: Expr, tiled: frozenset[Axis]) -> Iterator[tuple[Expr, _Positio
             return
     for child in children(e):
         yield from _positions(child, tiled)
+
+
+def is_product_of_loop(update: Expr, axis: Axis, tiled: frozenset[Axis]) -> bool:
+    """Whether what a loop sums over its axis is taken by the matrix units."""
+    return as_product(update, axis, tiled) is not None or as_shifted(update, axis, tiled) is not None
 
 
 def is_matrix_product(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> bool:

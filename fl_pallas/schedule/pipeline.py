@@ -10,6 +10,7 @@ from functools import partial
 
 from .dtype import compute_dtype, itemsize
 from .expr import Expr
+from .passes.align import align
 from .passes.along import take_along
 from .passes.build_plan import build_plan
 from .passes.by_cases import by_cases, solved
@@ -189,7 +190,8 @@ def _made(
         return _Made(parts, (), tuple(between), {})
     plans: list[KernelPlan] = []
     shapes = {**shapes}
-    for apart in lend([part_outputs(part, compute) for part in parts], f"{name}_w", compute, shapes):
+    aligned = [tuple(map(align, part_outputs(part, compute))) for part in parts]
+    for apart in lend(aligned, f"{name}_w", compute, shapes):
         held: dict[Expr, Expr] = {}
         if shared := share(apart, f"{name}_s{len(plans)}", compute, shapes):
             storing, held = shared

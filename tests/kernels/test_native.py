@@ -16,7 +16,8 @@ from fl_pallas.kernels.cubin import compile_ttir, simplified
 from fl_pallas.kernels.triton import contiguous, pallas_function
 from fl_pallas.schedule.plan import operand_names
 from tests.kernels.test_cubins import kernels_made, kernels_of
-from tests.oracle import run_and_check
+from tests.oracle import check_gradients, run_and_check
+from tests.programs import BY_NAME
 from tests.unrun import unrun
 
 
@@ -79,6 +80,18 @@ def test_in_triton_ir(name: str) -> None:
     assert "elementwise_inline_asm" not in made.ttir and made.ttir.count("tt.gather") >= 1
     cubin = compile_ttir(simplified(made, 90), 90)
     assert "wgmma" in cubin.asm["ptx"] and cubin.stack == 0
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("name", ["xlnet", "transformer_xl"])
+def test_gradients_of_queries(name: str, gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores' gradients take their places among the positions of a tile; or are summed one key at a time."""
+    case, placed = BY_NAME[name], []
+    plain = tile.Evaluator.shifted if gathers else tile.Evaluator._by_index
+    monkeypatch.setattr(tile.Evaluator, plain.__name__, lambda *args: placed.append(name) or plain(*args))
+    monkeypatch.setattr(tile.Evaluator, "_gathers", lambda ev: gathers)
+    check_gradients(case.fn, fl.compile(case.fn), case.make_inputs(67, torch.float32, torch.device("cpu")))
+    assert placed
 
 
 def max_plus(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

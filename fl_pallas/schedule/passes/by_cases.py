@@ -29,8 +29,16 @@ def solved(e: Expr, axes: tuple[Axis, ...]) -> Expr:
     return _Cases().whole(e, (), frozenset(axes))
 
 
+def under_masks(e: Expr) -> Expr:
+    """`e` without the tests that masks around them decide."""
+    return _Cases(every=True).visit(e, ())
+
+
 class _Cases:
-    def __init__(self) -> None:
+    """every: whether what has nothing divided in it is looked at too."""
+
+    def __init__(self, every: bool = False) -> None:
+        self.every = every
         self.memo: dict[tuple[Expr, int], Expr] = {}
         self.known: dict[tuple, int] = {}
         self.plain: dict[Expr, bool] = {}
@@ -61,7 +69,7 @@ class _Cases:
 
     def visit(self, e: Expr, facts: Facts) -> Expr:
         """`e` where the facts hold: linear forms of indices that are at most 0."""
-        if self._is_plain(e):
+        if not self.every and self._is_plain(e):
             return e
         facts = tuple(f for f in facts if any(free_axes(t) & free_axes(e) for t in f[0]))
         key = e, self.known.setdefault(tuple((tuple(f.items()), c) for f, c in facts), len(self.known))
@@ -139,15 +147,15 @@ def _undivided(e: Expr) -> Expr:
 
 def _told_in(condition: Expr, holds: bool) -> Facts:
     """What is at most 0 where a condition holds, or where it does not."""
-    return _told(condition if holds else negate(condition))
+    return told(condition if holds else negate(condition))
 
 
-def _told(condition: Expr) -> Facts:
+def told(condition: Expr) -> Facts:
     """What is at most 0 where `condition` holds."""
     if not isinstance(condition, Op):
         return ()
     if condition.name == "and":
-        return tuple(f for a in condition.args for f in _told(a))
+        return tuple(f for a in condition.args for f in told(a))
     if condition.name not in ("lt", "le", "gt", "ge") or not all(is_int(a.dtype) for a in condition.args):
         return ()
     a, b = condition.args if condition.name in ("lt", "le") else condition.args[::-1]
@@ -160,7 +168,7 @@ def _decided(e: Expr, facts: Facts) -> Expr:
     if not isinstance(e, Op) or e.name not in ("lt", "le", "gt", "ge"):
         return e
     for outcome in (True, False):
-        for terms, c in _told(negate(e) if outcome else e):
+        for terms, c in told(negate(e) if outcome else e):
             span = linear_bounds((terms, c), facts)
             if span is not None and span[0] > 0:
                 return const(outcome, "bool")

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Load, Op, Reduce, Ref, free_axes, index, loads, walk
-from ..inner import as_product, as_sheared, covering_tile, factors, is_matrix_product, is_sequential, power_of_two
+from ..inner import (
+    as_product,
+    as_sheared,
+    as_shifted,
+    covering_tile,
+    factors,
+    is_matrix_product,
+    is_product_of_loop,
+    is_sequential,
+    power_of_two,
+)
 from ..plan import Accumulator, Anchor, Choices, Loop, Store
 from ..target import Target
 
@@ -317,14 +327,18 @@ def _largest(e: Expr, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int:
     """Elements of the largest tile needed to evaluate `e`; the factors of a product are never multiplied out."""
     # What is taken one index at a time.
     tiles = {**tiles, **{n.axis: 1 for n in walk(e) if isinstance(n, Reduce) and is_sequential(n, tiled)}}
-    size = _size(free_axes(e), tiles)
+    size, sides = _size(free_axes(e), tiles), factors(e)
     if isinstance(e, Op) and any(as_product(e, axis, tiled) is not None for axis in free_axes(e)):
         size = 0
+    elif isinstance(e, Op) and (shifted := next((s for a in free_axes(e) if (s := as_shifted(e, a, tiled))), None)):
+        # In its place, and in 16 bits.
+        size = tiles[shifted.kept] * shifted.width(tiles[shifted.kept], tiles[shifted.gone]) // 2
+        sides = [*shifted.product.left]
     inner = 0
     for n in walk(e):
         if isinstance(n, Reduce):
             inner = max(inner, _inner(n, tiles, tiled | {n.axis}), _size(free_axes(n), tiles))
-    return max(size, inner, *(_size(free_axes(f), tiles) for f in factors(e)))
+    return max(size, inner, *(_size(free_axes(f), tiles) for f in sides))
 
 
 def _inner(r: Reduce, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int:
@@ -347,7 +361,7 @@ def product_bytes(kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ..
     tiled = frozenset((*kinds.features, *sides, *(loop.axis for loop in loops)))
     sums = [(s, loop.axis) for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
     exprs = [*(s.expr for s in stores), *(s.update for s, _ in sums)]
-    found = [s.dtype for s, axis in sums if s.kind == "sum" and as_product(s.update, axis, tiled) is not None]
+    found = [s.dtype for s, axis in sums if s.kind == "sum" and is_product_of_loop(s.update, axis, tiled)]
     for r in {n for e in exprs for n in walk(e) if isinstance(n, Reduce) and n.kind == "sum"}:
         if is_matrix_product(r.body, r.axis, tiled | {r.axis}):
             found.append(r.dtype)

@@ -7,7 +7,17 @@ from collections.abc import Iterable, Sequence
 
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Op, Reduce, children, free_axes, loads
-from ..inner import as_product, as_sheared, covering_tile, factors, is_matrix_product, is_sequential
+from ..inner import (
+    Sheared,
+    as_product,
+    as_sheared,
+    as_shifted,
+    covering_tile,
+    factors,
+    is_matrix_product,
+    is_product_of_loop,
+    is_sequential,
+)
 from ..plan import Accumulator, KernelPlan
 from ..target import Target
 from .choose import COSTLY
@@ -42,8 +52,11 @@ def cycles(plan: KernelPlan, target: Target, once: bool = False) -> float:
     work = 0.0
     for updates, axis in _bodies(plan):
         for e in updates:
-            if axis is not None and as_product(e, axis, _wide(plan, free_axes(e))) is not None:
-                work += 2 * _volume(free_axes(e)) * _programs(plan, free_axes(e)) / MULTIPLIED
+            wide = _wide(plan, free_axes(e))
+            if axis is not None and is_product_of_loop(e, axis, wide):
+                count = _volume(free_axes(e)) * _programs(plan, free_axes(e))
+                shifted = as_shifted(e, axis, wide) if as_product(e, axis, wide) is None else None
+                work += 2 * (1 if shifted is None else _wider(plan, shifted)) * count / MULTIPLIED
         times, products = evaluated(plan, updates, axis)
         for n, count in times.items():
             count = min(count, _volume(free_axes(n))) if once else count
@@ -97,7 +110,7 @@ def evaluated(plan: KernelPlan, exprs: Sequence[Expr], axis: Axis | None) -> tup
             visit(c, steps)
 
     for e in exprs:
-        product = axis is not None and as_product(e, axis, _wide(plan, free_axes(e))) is not None
+        product = axis is not None and is_product_of_loop(e, axis, _wide(plan, free_axes(e)))
         for c in factors(e) if product else (e,):
             visit(c, ())
     return found, products
@@ -112,10 +125,15 @@ def _reduced(plan: KernelPlan, r: Reduce, is_product: bool) -> float:
     sheared = as_sheared(r.body, r.axis, wide) if as_product(r.body, r.axis, wide) is None else None
     if sheared is None:
         return multiplied
-    tiles = dict(plan.choices.tiles)
-    wider = sheared.width(tiles[sheared.kept], tiles[sheared.gone]) / tiles[sheared.gone]
+    wider = _wider(plan, sheared)
     # The window goes to shared memory, and each element comes from there.
     return wider * multiplied + (1 + wider) / ISSUED
+
+
+def _wider(plan: KernelPlan, s: Sheared) -> float:
+    """A window's positions for each index that a tile has of the axis in place of which it stands."""
+    tiles = dict(plan.choices.tiles)
+    return s.width(tiles[s.kept], tiles[s.gone]) / tiles[s.gone]
 
 
 def _bodies(plan: KernelPlan) -> list[tuple[list[Expr], Axis | None]]:

@@ -1,0 +1,77 @@
+"""Align: sums over positions go along the keys that other sums of the kernel go along.
+
+Before: Σ_p s(i, i + p - c) · r(p, d), beside Σ_j s(i, j) · k(j, d): the gradient of queries whose scores have a term by
+relative position takes the scores twice, along two loops. After: Σ_j s(i, j) · r(j - i + c, d), of the same scores.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from ..build import op, reduce, select, substitute
+from ..dtype import is_float
+from ..expr import Axis, Const, Expr, Index, Load, Reduce, const, free_axes, index, loads
+from ..inner import factors
+from ..integer import Linear, from_linear, linear, linear_bounds
+from .bound_loops import contributes
+from .by_cases import told, under_masks
+from .fuse import Fused
+from .stream import parallel_axes, streamed
+
+
+def align(fused: Fused) -> Fused:
+    """The kernel with its sums over what another shifts taken along the axis of that other, where they load more by the
+    shifted index than by their own."""
+    parallel = parallel_axes(fused)
+    sums = [r for o in fused.outputs for r in streamed(o.expr, parallel)]
+    along = {(n.source, d): r.axis for r in sums for n, d, shift in _indexed(r) if shift == ({index(r.axis): 1}, 0)}
+    moved: dict[Expr, Expr] = {}
+    for r in (r for r in sums if r.kind == "sum"):
+        found = [(n, d, shift) for n, d, shift in _indexed(r) if (n.source, d) in along]
+        shifted = [(along[n.source, d], shift) for n, d, shift in found if _is_shifted(shift)]
+        if shifted and 2 * len(shifted) > len(_indexed(r)) and (same := _along(r, *shifted[0])) is not None:
+            moved[r] = same
+    if not moved:
+        return fused
+    # All under their masks alone, so that what they have in common is seen.
+    return Fused(tuple(replace(o, expr=under_masks(substitute(o.expr, {}, moved))) for o in fused.outputs))
+
+
+def _indexed(r: Reduce) -> list[tuple[Load, int, Linear]]:
+    """The sides of products inside of a sum that have its axis: the load, the dimension that the axis goes along, and
+    the index there."""
+    sides = (n for n in loads(r.body) if is_float(n.dtype) and free_axes(n) - free_axes(r.body))
+    places = ((n, d, linear(i)) for n in sides for d, i in enumerate(n.index))
+    return [(n, d, at) for n, d, at in places if at[0].get(index(r.axis)) == 1]
+
+
+def _is_shifted(place: Linear) -> bool:
+    """Whether an index is that along an axis, and another's beside it."""
+    return len(place[0]) == 2 and all(isinstance(t, Index) and abs(k) == 1 for t, k in place[0].items())
+
+
+def _along(r: Reduce, axis: Axis, shift: Linear) -> Expr | None:
+    """The sum over `axis` in place of `shift`, an index of its own; None if its terms are not zero outside of that."""
+    span = linear_bounds(shift, told(contributes(r.body, "sum")))
+    if span is None or span[0] < 0 or span[1] >= axis.extent:
+        return None
+    new = Axis("%aligned", axis.extent)
+    terms, c = shift
+    own = index(r.axis)
+    place = {index(new): 1, **{t: -k for t, k in terms.items() if t != own}}, -c
+    found = factors(substitute(r.body, {r.axis: from_linear(place, "i64")}))
+    others = [f for f in found if isinstance(f, (Const, Load))]
+    weight = _product([f for f in found if f not in others], r.body.dtype)
+    zero = const(0.0, weight.dtype)
+    span = linear_bounds(place, told(contributes(weight, "sum")))
+    at = from_linear((place[0], 0), "i64")
+    if span is None or span[1] >= r.axis.extent:
+        weight = select(op("ge", at, const(r.axis.extent + c, "i64"), dtype="bool"), zero, weight)
+    if span is None or span[0] < 0:
+        weight = select(op("lt", at, const(c, "i64"), dtype="bool"), zero, weight)
+    return reduce("sum", new, _product([*others, weight], r.body.dtype), r.dtype)
+
+
+def _product(found: list[Expr], dtype: str) -> Expr:
+    return functools.reduce(lambda x, y: op("mul", x, y, dtype=dtype), found, const(1.0, dtype))
