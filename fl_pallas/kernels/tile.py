@@ -605,7 +605,9 @@ class Evaluator:
             place = op("add", ref("%start", (), "i64"), index(each), dtype="i64")
             inside = op("lt", place, const(axis.extent, "i64") if axis.size is None else axis.size, dtype="bool")
             one = select(inside, substitute(body, {axis: place}), const(0.0, body.dtype))
-            return self._sequential(raw_reduce("sum", each, one, dtype))
+            each_sum = raw_reduce("sum", each, one, dtype)
+            assert isinstance(each_sum, Reduce)
+            return self._sequential(each_sum)
         finally:
             self.pop()
 
