@@ -163,6 +163,21 @@ def test_products_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_serial(made.cubin)
 
 
+@pytest.mark.parametrize("name", ["rope_interleaved", "turned_values"])
+def test_pairs_are_a_row_of_features(name: str) -> None:
+    """Gradients of keys, [.., d / 2, 2] as they were turned, and of values, [.., d], of one kernel: Triton compiles no
+    wide tiles of three dimensions that it would have to reshape for a product.
+    """
+    case = BY_NAME[name]
+    inputs = [x.requires_grad_() for x in case.make_inputs(SEQ, torch.bfloat16, "cpu")]
+    kernels = kernels_made(case.target(torch.bfloat16, "cpu"), inputs)
+    assert len(kernels) == 3
+    for plan, lower in kernels:
+        assert len(plan.features) == 1
+        (made,) = fitting(plan, lower, 90)
+        assert made.choices == plan.choices and made.cubin.stack == 0
+
+
 # What ptxas of CUDA 12.8 made of the descriptors of a second product, and what of those of the first.
 WRONG = """
         /*18930*/                   UMOV UR10, UR8 ;

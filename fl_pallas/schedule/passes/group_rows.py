@@ -16,6 +16,7 @@ from dataclasses import replace
 from ..build import op, rewrite, substitute
 from ..dtype import is_float
 from ..expr import Axis, Const, Expr, Index, Load, Op, Ref, const, free_axes, index, loads, ref, walk
+from ..integer import linear
 from ..plan import Accumulator, Loop, Step, Store
 from .choose import Roles, roles, width
 
@@ -44,6 +45,7 @@ def group_features(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: 
     """(parallel axes, loops, stores) with features that lie side by side wherever they are read or written as one.
 
     Before: `v[j, p, 0..2]`, a tile of 8 by 4 for 8 points of 3 coordinates. After: a row of 24 elements.
+    Before: `k[j, 16, 2]`, pairs that a rotary embedding turned, and `v[j, 2 * p + c]`. After: a row of 32 of each.
     """
     kernel = parallel, loops, stores
     features = roles(*kernel).features
@@ -55,16 +57,24 @@ def group_features(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: 
 
 
 def _side_by_side(axes: list[Axis], kernel: Kernel) -> bool:
-    """Whether all of `axes` index neighbouring dimensions, in order, of whatever one of them does."""
+    """Whether all of `axes` index neighbouring dimensions in order, or one dimension as what these flattened would be,
+    of whatever one of them does."""
     _, loops, stores = kernel
     exprs = [s.update for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
     places = [n.index for e in (*exprs, *(s.expr for s in stores)) for n in loads(e)] + [s.index for s in stores]
+    return _whole(axes, stores) and all(_is_run(place, axes) for place in places)
+
+
+def _is_run(place: tuple[Expr, ...], axes: list[Axis]) -> bool:
+    """Whether what of a place depends on any of `axes` is all of them, side by side."""
     run = tuple(map(index, axes))
-    return _whole(axes, stores) and all(
-        any(place[k : k + len(run)] == run for k in range(len(place)))
-        for place in places
-        if any(free_axes(i) & set(axes) for i in place)
-    )
+    through = tuple(i for i in place if free_axes(i) & set(axes))
+    if len(through) != 1:
+        return not through or any(place[k : k + len(run)] == run for k in range(len(place)))
+    terms, _ = linear(through[0])
+    own = {t: n for t, n in terms.items() if free_axes(t) & set(axes)}
+    strides = (math.prod(a.extent for a in axes[n + 1 :]) for n in range(len(axes)))
+    return own == {i: n * own.get(run[-1], 0) for i, n in zip(run, strides, strict=True)}
 
 
 def _whole(axes: list[Axis], stores: tuple[Store, ...]) -> bool:
