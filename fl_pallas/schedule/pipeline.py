@@ -26,6 +26,7 @@ from .passes.interchange import interchange
 from .passes.lay_out import lay_out
 from .passes.look_up import look_up
 from .passes.part import Kernel, part_outputs, ways_to_part
+from .passes.picked import picked
 from .passes.places import places
 from .passes.prologue import into_prologues
 from .passes.rounded import grow_rounded
@@ -109,7 +110,7 @@ def schedule(
         groups = tuple(map(unflatten, groups))
         for fused in groups:
             record("unflatten", partial(fused_text, fused))
-        groups = tuple(map(places, groups))
+        groups = tuple(map(picked, map(places, groups)))
         groups = tuple(map(split_reductions, groups))
         for fused in groups:
             record("split_reductions", partial(fused_text, fused))
