@@ -16,6 +16,7 @@ from tests.corpus.basic import vanilla
 from tests.corpus.case import Case
 from tests.corpus.decode import CASES, alibi, gqa_window
 from tests.corpus.normalisers import max_plus_scores
+from tests.corpus.research import few_queries_max_plus
 from tests.oracle import leaves
 from tests.plan_evaluate import PlanRun, captured
 from tests.programs import BY_NAME
@@ -100,7 +101,8 @@ def parts_of(b: int, heads: int, queries: int, keys: int) -> int:
         ((8, 8, 1, 2047), 1),  # too short for so many programs
         ((17, 8, 1, 8192), 1),  # enough programs
         ((1, 9, 2048, 2048), 1),
-        ((1, 2, 512, 4096), 4),  # of 1024: a tile of 64 rows wants long parts
+        ((1, 2, 512, 4096), 16),  # of 256 again: 16 programs
+        ((1, 5, 512, 4096), 4),  # of 1024: a tile of 64 rows wants long parts, where there are 40 programs
     ],
 )
 def test_when_to_split(sizes: tuple[int, int, int, int], parts: int) -> None:
@@ -108,7 +110,9 @@ def test_when_to_split(sizes: tuple[int, int, int, int], parts: int) -> None:
 
 
 def test_steps_that_take_long_are_shared_out_further() -> None:
-    """Distances of rows, feature by feature."""
+    """Distances of rows, feature by feature; maxima over tiles of rows by features by keys."""
+    (loop,) = first_plan(few_queries_max_plus, (1, 1, 8, 64), *[(1, 1, 2048, 64)] * 2).loops
+    assert loop.parts is not None and loop.parts.extent == 32
     shapes = [(1, 1, 1024, 64)] * 3
     (loop,) = first_plan(max_plus_scores, *shapes).loops
     assert loop.parts is not None and loop.parts.extent == 16

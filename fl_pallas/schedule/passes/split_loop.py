@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..expr import Axis, Expr, Ref, index, load, loads, reductions, ref
-from ..inner import is_sequential, power_of_two
+from ..expr import Axis, Expr, Ref, free_axes, index, load, loads, reductions, ref
+from ..inner import as_product, is_sequential, power_of_two
 from ..plan import Accumulator, Anchor, Choices, KernelPlan, Loop, Step, Store, bounds_of
 from ..target import Target
 from .merge_partials import held_type, part_of
@@ -18,9 +18,10 @@ from .merge_partials import held_type, part_of
 # Loops below this extent end before a second launch has begun; that is later where programs are so few, one for FEW
 # processors, that each waits for its own loads (H200, B1: S = 1024 takes 12.2 for 15.9 us, and 20.8 for 19.8 at B8).
 MIN_EXTENT, MIN_EXTENT_OF_FEW, FEW = 2048, 1024, 4
-# Least indices of the loop in a part; and per row of the tile, for rows are what a part writes and reads again.
-MIN_PART, MIN_PART_PER_ROW = 256, 16
-# The former for few programs whose indices take sums or maxima of their own of each row, one feature at a time.
+# Least indices of the loop in a part; and per row of the tile, for rows are what a part writes and reads again: of few
+# programs not much, and all of it is still in the cache.
+MIN_PART, MIN_PART_PER_ROW, MIN_PART_PER_ROW_OF_FEW = 256, 16, 4
+# The first for few programs whose indices take sums or maxima of their own of each row, or of a row and a feature.
 MIN_HEAVY_PART = 64
 # Programs wanted for each processor: one loads while another computes. More where data bounds the loop, for parts are
 # of different lengths then, and short ones make up for it.
@@ -65,23 +66,26 @@ def number_of_parts(plan: KernelPlan, target: Target) -> int:
         return 1
     programs = _programs(plan)
     few = FEW * programs <= target.processors
-    least = MIN_EXTENT_OF_FEW if few else MIN_EXTENT
-    if programs >= target.processors or plan.loops[0].axis.extent < least:
+    extent = plan.loops[0].axis.extent
+    if programs >= target.processors or extent < (MIN_EXTENT_OF_FEW if few else MIN_EXTENT):
         return 1
     tiles = dict(plan.choices.tiles)
     rows = math.prod(n for a, n in tiles.items() if a in plan.grid and a not in plan.features)
-    length = MIN_HEAVY_PART if few and _is_heavy(plan) else max(MIN_PART, MIN_PART_PER_ROW * rows)
+    per_row = MIN_PART_PER_ROW_OF_FEW if few and extent >= MIN_EXTENT else MIN_PART_PER_ROW
+    length = MIN_HEAVY_PART if few and _is_heavy(plan) else max(MIN_PART, per_row * rows)
     uneven = any(loads(bound) for bound in bounds_of(plan.loops[0]) if bound is not None)
     waves = UNEVEN_WAVES if uneven else WAVES
-    wanted = min(waves * target.processors // max(1, programs), plan.loops[0].axis.extent // length)
+    wanted = min(waves * target.processors // max(1, programs), extent // length)
     return 1 << max(0, wanted.bit_length() - 1)
 
 
 def _is_heavy(plan: KernelPlan) -> bool:
-    """Whether a step of the loop takes reductions index by index."""
+    """Whether a step of the loop takes reductions index by index, or is one of rows by features by indices."""
     tiled = frozenset(a for a, n in plan.choices.tiles if n > 1)
-    bodies = (s.update for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator))
-    return any(is_sequential(r, tiled) and r.axis.extent > 1 for e in bodies for r in reductions(e))
+    steps = [(s.update, loop.axis) for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)]
+    return any(is_sequential(r, tiled) and r.axis.extent > 1 for e, _ in steps for r in reductions(e)) or any(
+        len(free_axes(e) & tiled) > 2 and as_product(e, axis, tiled) is None for e, axis in steps
+    )
 
 
 def _programs(plan: KernelPlan) -> int:
