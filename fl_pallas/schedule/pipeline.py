@@ -213,7 +213,7 @@ def _planned(
       shapes: of what is loaded, by name.
     """
     loops, stores, notes = stream(part, compute)
-    loops = tuple(map(by_element, loading(loops, held)))
+    loops = by_element(loading(loops, held))
     parallel, loops, stores = group_rows(*group_features(parallel_axes(part), loops, stores))
 
     @functools.cache

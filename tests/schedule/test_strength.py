@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fl_pallas as fl
 from fl_pallas.schedule.build import cast, op
-from fl_pallas.schedule.expr import Axis, Expr, Op, const, free_axes, index, walk
+from fl_pallas.schedule.expr import Axis, Expr, Op, const, free_axes, index, load, walk
 from fl_pallas.schedule.passes.strength import by_element
 from fl_pallas.schedule.plan import Accumulator, Loop
 from fl_pallas.schedule.program import Value
@@ -23,12 +23,13 @@ from tests.evaluate import evaluate_value
 from tests.oracle import run_and_check
 from tests.plan_evaluate import captured
 
-ROW, COLUMN = Axis("i", 7), Axis("j", 5)
+HEAD, ROW, COLUMN = Axis("h", 2), Axis("i", 7), Axis("j", 5)
 
 
 def cheaper(e: Expr) -> Expr:
     """`e` as an update of a loop, after the pass."""
-    (step,) = by_element(Loop(COLUMN, (Accumulator("a0", "sum", (ROW,), e, "f32", None),))).steps
+    (loop,) = by_element([Loop(COLUMN, (Accumulator("a0", "sum", (ROW,), e, "f32", None),))])
+    (step,) = loop.steps
     assert isinstance(step, Accumulator)
     return step.update
 
@@ -54,6 +55,30 @@ def test_floats_only_where_they_are_exact(extent: int) -> None:
     long = Axis("k", extent)
     written = cast(op("sub", index(COLUMN), op("mul", index(long), const(2, "i64"), dtype="i64"), dtype="i64"), "f32")
     assert (cheaper(written) is written) == (extent == 2**23)
+
+
+@pytest.mark.parametrize("base", [0.96875, 1.0, 1.5, 0.0, -0.875, -2.0, np.inf, -np.inf, np.nan])
+def test_powers_of_whole_numbers(base: float) -> None:
+    """Of any base, and of negative exponents too; of data in 16 bits."""
+    held, beside = load("base", (index(HEAD),), "bf16"), load("x", (index(COLUMN),), "bf16")
+    whole = cast(op("sub", index(ROW), index(COLUMN), dtype="i64"), "f32")
+    written = op("mul", op("pow", held, whole, dtype="f32"), beside, dtype="f32")
+    made = cheaper(written)
+    assert not any(isinstance(n, Op) and n.name == "pow" for n in walk(made))
+    logarithms = [n for n in walk(made) if isinstance(n, Op) and n.name == "log2"]
+    assert [free_axes(n) for n in logarithms] == [{HEAD}]
+    operands = {"base": np.array([base, 0.5]), "x": np.ones(COLUMN.extent)}
+    with np.errstate(all="ignore"):
+        before, after = (evaluate_value(Value("y", (HEAD, ROW, COLUMN), "f32", e), operands) for e in (written, made))
+    np.testing.assert_allclose(after, before, rtol=1e-12)
+
+
+def test_powers_that_stay() -> None:
+    """Of exponents from memory; and where all is in 32 bits."""
+    whole = cast(op("sub", index(ROW), index(COLUMN), dtype="i64"), "f32")
+    for kind, exponent in (("bf16", load("x", (index(COLUMN),), "bf16")), ("f32", whole)):
+        written = op("pow", load("base", (index(HEAD),), kind), exponent, dtype="f32")
+        assert any(isinstance(n, Op) and n.name == "pow" for n in walk(cheaper(written)))
 
 
 def alibi(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
