@@ -42,6 +42,8 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
 TRUE, FALSE = const(True, "bool"), const(False, "bool")
 _fresh = itertools.count()
+# Below, every floating type has each whole number and the next.
+EXACT = 2**8
 # Nodes that one substitution may visit: a second's work.
 MAX_STEPS = 500_000
 
@@ -134,6 +136,9 @@ def _mod(args: tuple[Expr, ...], dtype: str) -> Expr | None:
 
 
 def _compare(name: str, a: Expr, b: Expr) -> Expr:
+    if isinstance(b, Const) and (whole := _whole(a)) is not None and abs(b.value) < EXACT and b.value == int(b.value):
+        # Rounding keeps order, and small numbers: a distance in bfloat16 is negative where it was.
+        a, b = whole, const(int(b.value), whole.dtype)
     if is_int(a.dtype) and is_int(b.dtype):
         difference = integer.linear(raw_op("sub", (a, b), "i64"))
         span = integer.linear_bounds(difference)
@@ -151,6 +156,13 @@ def _compare(name: str, a: Expr, b: Expr) -> Expr:
         if isinstance(then, Const) and isinstance(other, Const):
             return select(a.args[0], _compare(name, then, b), _compare(name, other, b))
     return raw_op(name, (a, b), "bool")
+
+
+def _whole(e: Expr) -> Expr | None:
+    """The integer that a float is of; None if it is of none."""
+    if isinstance(e, Op) and e.name == "cast" and is_float(e.dtype) and e.args[0].dtype in ("i32", "i64"):
+        return e.args[0]
+    return None
 
 
 def _corners(span: tuple[int, int]) -> tuple[int, int]:

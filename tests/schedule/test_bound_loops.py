@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fl_pallas.schedule.build import negate, op, reduce, select
-from fl_pallas.schedule.expr import Axis, Expr, const, free_axes, index, load, ref
+from fl_pallas.schedule.build import cast, negate, op, reduce, select
+from fl_pallas.schedule.expr import Axis, Expr, Op, const, free_axes, index, load, ref
 from fl_pallas.schedule.passes.bound_loops import bound_loop, contributes, solve
 from fl_pallas.schedule.plan import Accumulator, Loop
 from fl_pallas.schedule.text import expr_text
@@ -51,6 +51,8 @@ MASKS: dict[str, Expr] = {
     "anticausal": is_("lt", i, j),
     "causal with an offset": is_("le", j, i64("add", i, n(4))),
     "causal with a negative offset": is_("le", j, i64("sub", i, n(6))),
+    "causal by a float": is_("ge", cast(distance, "bf16"), const(0.0, "bf16")),
+    "window by a float": is_("lt", cast(i64("abs", distance), "bf16"), const(9.0, "bf16")),
     "window": both(causal, is_("lt", distance, n(9))),
     "window, abs": is_("le", i64("abs", distance), n(5)),
     "window, abs turned": is_("gt", n(5), i64("abs", i64("sub", j, i))),
@@ -134,9 +136,10 @@ def test_nothing_that_counts_is_skipped(name: str, side: int) -> None:
 
 
 TIGHT = (
-    "causal", "anticausal", "causal with an offset", "causal with a negative offset", "window", "window, abs",
-    "window, abs turned", "prefix", "suffix", "blocks", "lengths", "lengths from the end", "steep", "flat", "falling",
-    "scaled falling", "equal", "not causal", "never", "always", "middle", "least", "largest",
+    "causal", "anticausal", "causal with an offset", "causal with a negative offset", "causal by a float",
+    "window by a float", "window", "window, abs", "window, abs turned", "prefix", "suffix", "blocks", "lengths",
+    "lengths from the end", "steep", "flat", "falling", "scaled falling", "equal", "not causal", "never", "always",
+    "middle", "least", "largest",
 )  # fmt: skip
 
 
@@ -151,6 +154,13 @@ def test_plain_masks_get_exact_bounds(name: str, side: int) -> None:
             assert (found.low, found.high) == (found.first, found.last), name
             exact += 1
     assert exact or name == "never"
+
+
+def test_floats_that_round_are_compared() -> None:
+    """300 and 301 are one number in bfloat16; half of one is not whole."""
+    for limit in (300.0, 0.5):
+        test = is_("ge", cast(distance, "bf16"), const(limit, "bf16"))
+        assert isinstance(test, Op) and test.args[0].dtype == "bf16"
 
 
 def test_bounds_of_a_prefix_or_causal() -> None:
