@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +32,8 @@ class Descriptors:
         self._fixed = []
         for block, meta in blocks:
             t = operands[block.operand]
-            shape, strides = [t.shape[d] for d in block.dims], [t.stride(d) for d in block.dims]
+            shape = [math.prod(t.shape[d] for d in dims) for dims in block.dims]
+            strides = [t.stride(dims[-1]) for dims in block.dims]
             kind = (meta["swizzle"], meta["elem_size"], host[meta["elem_type"]])
             self._fixed.append((block.operand, (*kind, meta["block_size"], shape, strides, 0)))
         self._made: dict[tuple[int, ...], tuple[Any, ...]] = {}

@@ -22,8 +22,8 @@ from jax import Array
 from jax.experimental.pallas import triton as plgpu
 from jaxlib.mlir import ir
 
-from ..schedule.expr import Axis, Expr, Index, Size, free_axes
-from ..schedule.integer import bounds, is_inside, linear
+from ..schedule.expr import Axis, Expr, Index, Op, Size, free_axes
+from ..schedule.integer import bounds, from_linear, is_inside, linear
 
 # The first compute capability that has the engine.
 ENGINE = 90
@@ -47,15 +47,58 @@ class Block:
 
     Attributes:
       operand: its position among a kernel's operands.
-      dims: the tensor's dimensions that take part, the contiguous one last.
+      dims: the tensor's dimensions that take part, the contiguous one last; several as one that they flatten to.
       box: sides of a block along them, in elements.
       dtype: of the elements.
     """
 
     operand: int
-    dims: tuple[int, ...]
+    dims: tuple[tuple[int, ...], ...]
     box: tuple[int, ...]
     dtype: str
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One dimension of a tensor as a load goes through it; or several, that lie as one.
+
+    Attributes:
+      dims: of the tensor.
+      index: of the load.
+      extent, stride: in elements.
+    """
+
+    dims: tuple[int, ...]
+    index: Expr
+    extent: int | Size
+    stride: int | Size
+
+
+def flattened(index: Sequence[Expr], shape: Sequence[int | Size], strides: Sequence[int | Size]) -> list[Flat]:
+    """The dimensions of a tensor, those as one that a load's index goes through together: `x[d // 2, d % 2]`."""
+    found: list[Flat] = []
+    for d, (i, n, stride) in enumerate(zip(index, shape, strides, strict=True)):
+        here = Flat((d,), i, n, stride)
+        both = _flattened(found[-1], here) if found else None
+        if both is not None:
+            found.pop()
+        found.append(here if both is None else both)
+    return found
+
+
+def _flattened(outer: Flat, inner: Flat) -> Flat | None:
+    if not (isinstance(inner.index, Op) and inner.index.name == "mod"):
+        return None
+    if isinstance(outer.extent, Size) or isinstance(inner.extent, Size):
+        return None
+    if isinstance(outer.stride, Size) or isinstance(inner.stride, Size) or outer.stride != inner.extent * inner.stride:
+        return None
+    terms, constant = linear(outer.index)
+    terms = {**{t: k * inner.extent for t, k in terms.items()}, inner.index: 1}
+    whole = from_linear((terms, constant * inner.extent), "i64")
+    if not isinstance(whole, Index):
+        return None
+    return Flat((*outer.dims, *inner.dims), whole, outer.extent * inner.extent, inner.stride)
 
 
 @dataclass(frozen=True)

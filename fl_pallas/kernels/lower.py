@@ -66,7 +66,9 @@ class Lowered:
 
     @classmethod
     def from_json(cls, kept: dict[str, Any]) -> Lowered:
-        blocks = tuple(Block(b["operand"], tuple(b["dims"]), tuple(b["box"]), b["dtype"]) for b in kept["blocks"])
+        blocks = tuple(
+            Block(b["operand"], tuple(map(tuple, b["dims"])), tuple(b["box"]), b["dtype"]) for b in kept["blocks"]
+        )
         operands, outputs = tuple(kept["operands"]), tuple(kept["outputs"])
         return cls(**{**kept, "operands": operands, "outputs": outputs, "blocks": blocks})
 

@@ -53,7 +53,7 @@ from ..schedule.inner import (
     within_sides,
 )
 from ..schedule.integer import bounds, from_linear, is_inside, linear
-from .blocks import Block, Blocks, block_load, block_shape
+from .blocks import Block, Blocks, block_load, block_shape, flattened
 from .native import extreme, gather
 from .pointwise import POINTWISE
 
@@ -392,13 +392,16 @@ class Evaluator:
             return None  # tiles of rows by keys go to registers: through shared memory they take longer
         sides = {a: self.side(a) for a in axes}
         ragged = {a for a in axes if self.within(a) is not None}
-        shape = block_shape(e.index, operand.shape, operand.strides, operand.dtype, sides, ragged)
+        flat = flattened(e.index, operand.shape, operand.strides)
+        index, extents, strides = zip(*((f.index, f.extent, f.stride) for f in flat), strict=True)
+        shape = block_shape(index, extents, strides, operand.dtype, sides, ragged)
         if shape is None:
             return None
         rows, columns = shape.axes
         box = (*(1 for _ in shape.dims[:-2]), sides[rows], sides[columns])
-        number = self.blocks.number(Block(self.blocks.positions[e.source], shape.dims, box, operand.dtype))
-        first = [self._first(e.index[d]) for d in shape.dims]
+        dims = tuple(flat[d].dims for d in shape.dims)
+        number = self.blocks.number(Block(self.blocks.positions[e.source], dims, box, operand.dtype))
+        first = [self._first(index[d]) for d in shape.dims]
         tile = block_load(number, first, box[-2:], JNP[operand.dtype])
         return self._transposed(Tile(tile, (rows, columns)), axes).array
 

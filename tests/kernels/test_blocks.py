@@ -16,11 +16,12 @@ from torch import Tensor
 
 import fl_pallas as fl
 from fl_pallas.kernels import tile
-from fl_pallas.kernels.blocks import Block, Blocks, BlockShape, block_shape
+from fl_pallas.kernels.blocks import Block, Blocks, BlockShape, block_shape, flattened
 from fl_pallas.kernels.cubin import compile_ttir, simplified
 from fl_pallas.kernels.fit import by_addresses, fitting
 from fl_pallas.kernels.lower import Lowered
-from fl_pallas.schedule.expr import Axis, Expr, Op, const, index, raw_op, size
+from fl_pallas.schedule.build import op
+from fl_pallas.schedule.expr import Axis, Expr, Index, Op, const, index, raw_op, size
 from tests.kernels.test_cubins import kernels_of
 from tests.oracle import run_and_check
 
@@ -29,6 +30,8 @@ R, D, H = index(ROW), index(COLUMN), index(HEAD)
 SIDES = {ROW: 64, COLUMN: 64}
 PLUS = raw_op("add", (R, const(1, "i64")), "i64")
 TWICE = raw_op("mul", (R, const(2, "i64")), "i64")
+PAIRS = op("floordiv", D, const(2, "i64"), dtype="i64"), op("mod", D, const(2, "i64"), dtype="i64")
+FOURS = op("floordiv", D, const(4, "i64"), dtype="i64"), op("mod", D, const(4, "i64"), dtype="i64")
 PLAIN = ((H, R, D), (4, 100, 64), (6400, 64, 1))
 WHOLE = BlockShape((0, 1, 2), (ROW, COLUMN))
 
@@ -53,6 +56,21 @@ WHOLE = BlockShape((0, 1, 2), (ROW, COLUMN))
 )
 def test_which(idx: tuple[Expr, ...], shape: tuple, strides: tuple, found: BlockShape | None) -> None:
     assert block_shape(idx, shape, strides, "bf16", SIDES, {ROW}) == found
+
+
+@pytest.mark.parametrize(
+    "idx, shape, strides, dims",
+    [
+        pytest.param((H, R, *PAIRS), (4, 100, 32, 2), (6400, 64, 2, 1), [(0,), (1,), (2, 3)], id="pairs"),
+        pytest.param((H, R, *PAIRS), (4, 100, 32, 2), (6400, 64, 1, 32), [(0,), (1,), (2,), (3,)], id="halves"),
+        pytest.param((H, R, *PAIRS), (4, 100, 32, 3), (9600, 96, 3, 1), [(0,), (1,), (2,), (3,)], id="of triples"),
+        pytest.param((*FOURS, R), (16, 4, 100), (400, 100, 1), [(0, 1), (2,)], id="fours"),
+    ],
+)
+def test_which_lie_as_one(idx: tuple[Expr, ...], shape: tuple, strides: tuple, dims: list) -> None:
+    found = flattened(idx, shape, strides)
+    assert [f.dims for f in found] == dims
+    assert all(isinstance(f.index, Index) for f in found) == (len(dims) < len(shape))
 
 
 def test_which_sizes_given_at_launch() -> None:
@@ -94,11 +112,11 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[Block]:
         operand = [*ev.operands.values()][block.operand]
         assert block.box[-2:] == sides and math.prod(block.box) == math.prod(sides)
         offset, inside = jnp.zeros(sides, jnp.int64), jnp.ones(sides, bool)
-        for k, (d, at) in enumerate(zip(block.dims, first, strict=True), start=2 - len(block.dims)):
+        for k, (dims, at) in enumerate(zip(block.dims, first, strict=True), start=2 - len(block.dims)):
             along = lax.broadcasted_iota(jnp.int32, sides, k) if k >= 0 else jnp.zeros(sides, jnp.int32)
             here = along + at
-            inside &= (here >= 0) & (here < ev.number(operand.shape[d]))
-            offset += here.astype(jnp.int64) * ev.number(operand.strides[d])
+            inside &= (here >= 0) & (here < math.prod(ev.number(operand.shape[d]) for d in dims))
+            offset += here.astype(jnp.int64) * ev.number(operand.strides[dims[-1]])
         offset = jnp.where(inside, offset, 0)
         return plgpu.load(operand.ref.at[offset], mask=inside, other=jnp.zeros((), dtype))
 
@@ -123,12 +141,19 @@ def transposed_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(q @ k.mT.contiguous() - k.mT.square().sum(-2, True), -1) @ v
 
 
+def interleaved(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Neighbours of queries and keys change places, [.., D / 2, 2], as a rotary embedding has them."""
+    q, k = (torch.stack((x[..., 1::2], x[..., ::2]), -1) for x in (q, k))
+    return F.scaled_dot_product_attention(q.flatten(-2), k.flatten(-2), v)
+
+
 @pytest.mark.parametrize(
     "fn, shapes, blocks",
     [
         pytest.param(causal, [(2, 4, 50, 32), (2, 2, 50, 32), (2, 2, 50, 32)], 2, id="groups of heads"),
         pytest.param(causal, [(1, 2, 64, 80), (1, 2, 64, 80), (1, 2, 64, 80)], 3, id="80 features"),
         pytest.param(by_positions, [(2, 40, 2, 32), (2, 51, 2, 32), (2, 51, 2, 32)], 1, id="positions first"),
+        pytest.param(interleaved, [(1, 2, 64, 32)] * 3, 3, id="pairs"),
         pytest.param(transposed_keys, [(1, 2, 40, 32)] * 3, 2, id="transposed keys"),
     ],
 )
