@@ -101,7 +101,8 @@ def parts_of(b: int, heads: int, queries: int, keys: int) -> int:
         ((8, 8, 1, 2047), 1),  # too short for so many programs
         ((17, 8, 1, 8192), 1),  # enough programs
         ((1, 9, 2048, 2048), 1),
-        ((1, 2, 512, 4096), 16),  # of 256 again: 16 programs
+        ((1, 2, 512, 4096), 8),  # of 512, for 16 programs become one for each processor
+        ((1, 1, 300, 2048), 8),  # of 256: the least for tiles of 64 rows
         ((1, 5, 512, 4096), 4),  # of 1024: a tile of 64 rows wants long parts, where there are 40 programs
     ],
 )

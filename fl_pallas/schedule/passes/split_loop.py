@@ -18,8 +18,8 @@ from .merge_partials import held_type, part_of
 # Loops below this extent end before a second launch has begun; that is later where programs are so few, one for FEW
 # processors, that each waits for its own loads (H200, B1: S = 1024 takes 12.2 for 15.9 us, and 20.8 for 19.8 at B8).
 MIN_EXTENT, MIN_EXTENT_OF_FEW, FEW = 2048, 1024, 4
-# Least indices of the loop in a part; and per row of the tile, for rows are what a part writes and reads again: of few
-# programs not much, and all of it is still in the cache.
+# Least indices of the loop in a part; and per row of the tile, for rows are what a part writes and reads again. Fewer
+# where that gives idle processors a part each: what few programs write is still in the cache.
 MIN_PART, MIN_PART_PER_ROW, MIN_PART_PER_ROW_OF_FEW = 256, 16, 4
 # The first for few programs whose indices take sums or maxima of their own of each row, or of a row and a feature.
 MIN_HEAVY_PART = 64
@@ -71,11 +71,13 @@ def number_of_parts(plan: KernelPlan, target: Target) -> int:
         return 1
     tiles = dict(plan.choices.tiles)
     rows = math.prod(n for a, n in tiles.items() if a in plan.grid and a not in plan.features)
-    per_row = MIN_PART_PER_ROW_OF_FEW if few and extent >= MIN_EXTENT else MIN_PART_PER_ROW
-    length = MIN_HEAVY_PART if few and _is_heavy(plan) else max(MIN_PART, per_row * rows)
+    length = MIN_HEAVY_PART if few and _is_heavy(plan) else max(MIN_PART, MIN_PART_PER_ROW * rows)
     uneven = any(loads(bound) for bound in bounds_of(plan.loops[0]) if bound is not None)
     waves = UNEVEN_WAVES if uneven else WAVES
     wanted = min(waves * target.processors // max(1, programs), extent // length)
+    if few and extent >= MIN_EXTENT:
+        shorter = extent // max(MIN_PART, MIN_PART_PER_ROW_OF_FEW * rows)
+        wanted = max(wanted, min(target.processors // max(1, programs), shorter))
     return 1 << max(0, wanted.bit_length() - 1)
 
 
