@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..errors import Unsupported
 from .splice import item, sort
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,6 @@ class _Stage:
 
 def _by_inductor(gm: GraphModule, examples: Sequence[torch.Tensor]) -> Function:
     """A graph as Inductor compiles it, for tensors that lie as the examples."""
-    from torch._inductor.compile_fx import compile_fx_inner  # takes a second
     from torch._inductor.decomposition import select_decomp_table
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -71,7 +71,7 @@ def _by_inductor(gm: GraphModule, examples: Sequence[torch.Tensor]) -> Function:
         (out,) = (n for n in simple.graph.nodes if n.op == "output")
         # Strides of results are PyTorch's.
         out.meta["user_visible_output_idxs"] = [*range(len(out.args[0]))]
-        return compile_fx_inner(simple, fakes)  # type: ignore[return-value]
+        return _checked(simple, fakes)
 
 
 def compile_rest(gm: GraphModule) -> GraphModule:
@@ -120,7 +120,27 @@ def _whole_by_inductor(gm: GraphModule, args: Sequence[Any]) -> Callable[..., An
 
     # What fails does so here, and not in a backward pass.
     with _as_eager(), config.patch(force_non_lazy_backward_lowering=True):
-        return compile_fx(GraphModule(gm, _copy(gm.graph)), [*args])  # type: ignore[return-value]
+        return compile_fx(GraphModule(gm, _copy(gm.graph)), [*args], inner_compile=_checked)  # type: ignore
+
+
+def _checked(gm: GraphModule, examples: Sequence[Any], **options: Any) -> Any:
+    """Inductor's function of a graph of ATen operations.
+
+    Raises: Unsupported for what asks a CPU whether floats of 16 bits are equal: Inductor's C++ (2.11) compares them
+      before they are rounded, and what is largest would not be found again.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner  # takes a second
+
+    on_cpu = any(isinstance(t, torch.Tensor) and t.device.type == "cpu" for t in examples)
+    if on_cpu and any(map(_compares_rounded, gm.graph.nodes)):
+        raise Unsupported("aten.eq.Tensor", "Inductor would compare numbers before they are rounded")
+    return compile_fx_inner(gm, examples, **options)
+
+
+def _compares_rounded(n: Node) -> bool:
+    """Whether a node asks if two tensors of 16-bit floats are equal."""
+    found = [a.meta["val"].dtype for a in n.all_input_nodes] if n.target in (aten.eq.Tensor, aten.ne.Tensor) else []
+    return any(t.is_floating_point and t.itemsize == 2 for t in found)
 
 
 @contextlib.contextmanager
