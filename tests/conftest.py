@@ -37,7 +37,7 @@ THINNED = {
     "test_as_the_program": 2,
     "test_decode": 2,
     "test_streamed_in_any_tiles": 2,
-    "test_compiles": 3,
+    "test_compiles": 4,
     "test_far_from_the_origin": 2,
     "test_either_way_is_right": 2,
     "test_positions_are_exact": 2,

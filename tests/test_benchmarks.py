@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks import bars, bench, cells, report, variants
+from benchmarks import bars, bench, cells, corpus, report, variants
 from benchmarks.measure import Reference
 from benchmarks.problem import Problem
 from benchmarks.run import Bench
@@ -107,6 +110,30 @@ def synthetic() -> dict:
     found["ipa/S256"]["rivals"]["eager"] = {"skipped": "too | large", "run": 0}
     run = {"gpu": "none such", "torch": "2", "rates": {"matmul": 8e14, "copy": 4e12}}
     return {"runs": [run], "cells": found}
+
+
+def test_the_corpus_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, beside another that stands still meanwhile."""
+    with subprocess.Popen(["sleep", "60"]) as other:
+        try:
+            pids = multiprocessing.Array("i", [0, other.pid])
+            corpus._begin(multiprocessing.Lock(), pids, multiprocessing.Value("i", 0))
+            real = torch.compile
+            monkeypatch.setattr(torch, "compile", lambda fn, **given: real(fn, **given) if given else fn)
+            timed = []
+
+            def state(*_: object) -> float:
+                found, status = os.waitpid(other.pid, os.WUNTRACED)  # until it stands still
+                timed.append(found == other.pid and os.WIFSTOPPED(status))
+                return 1.0
+
+            monkeypatch.setattr(corpus, "kernel_ms", state)
+            rows = [corpus.measured((name, 48, "cpu")) for name in ("vanilla", "in_place")]
+            assert timed == [True] * 9  # in_place has no gradient, in PyTorch either
+        finally:
+            other.kill()
+    assert "2 cases, torch.compile / ours 1.00" in corpus.summary(rows)
+    assert "both: 1 cases" in corpus.summary(rows)
 
 
 def test_bars() -> None:
