@@ -42,6 +42,10 @@ THINNED = {
     "test_either_way_is_right": 2,
     "test_positions_are_exact": 2,
     "test_gradients_go_where_pytorchs_do": 2,
+    "test_nothing_is_stored_for_each_pair": 2,
+    "test_nothing_is_stored_for_a_pair": 2,
+    "test_parts_merge_into_the_whole": 2,
+    "test_matches": 2,
 }
 """Of these tests, which have dozens of cases, one in so many runs on a CPU; all with --every-case."""
 NO_GPU = "needs a CUDA GPU: torch.cuda.is_available() is False"
