@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -222,7 +222,7 @@ _RESULTS = re.compile(r"\s*(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|%\w+)")
 _BY_REGISTERS = re.compile(r"\s*wgmma\.mma_async\S*\s+\{[^}]*\}, \{([^}]*)\}")
 _LABEL = re.compile(r"(\$L__BB\w+):")
 _JUMP = re.compile(r"(@\S+\s+)?bra(?:\.uni)?\s+(\$L__BB\w+)")
-_END = re.compile(r"\s*ret;")
+_END = re.compile(r"^\s*ret;")
 # The same of machine code, by addresses; a copy of a register, or zeros; columns of a matrix instruction's result.
 _RESULT = re.compile(r"\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+) (?:P\w, )?R(\d+)")
 _TAKEN = re.compile(r"HGMMA\S* R\d+, R(\d+)")
@@ -238,11 +238,7 @@ def steady_operands(ptx: str) -> list[bool]:
     them."""
     lines = ptx.splitlines()
     labels = {m[1]: n for n, line in enumerate(lines) if (m := _LABEL.match(line))}
-    after = []
-    for n, line in enumerate(lines):
-        jump = _JUMP.search(line)
-        ends = _END.match(line) or jump and not jump[1]
-        after.append([*([] if ends else [n + 1]), *([labels[jump[2]]] if jump else [])])
+    after = _successors(lines, _JUMP, _END, labels.__getitem__)
     writing: dict[str, set[int]] = {}
     for n, line in enumerate(lines):
         for register in re.findall(r"%\w+", m[1]) if (m := _RESULTS.match(line)) else ():
@@ -266,15 +262,11 @@ def loses_operand(sass: str, steady: Sequence[bool]) -> bool:
     """
     lines = [(int(m[1], 16), line) for line in sass.splitlines() if (m := _ADDRESS.search(line))]
     places = {at: n for n, (at, _) in enumerate(lines)}
-    after: list[list[int]] = []
+    after = _successors([line for _, line in lines], _BRANCH, _EXIT, lambda at: places[int(at, 16)])
     before: list[list[int]] = [[] for _ in lines]
-    for n, (_, line) in enumerate(lines):
-        jump = _BRANCH.search(line)
-        ends = _EXIT.search(line) or jump and not jump[1]
-        after.append([*([] if ends else [n + 1]), *([places[int(jump[2], 16)]] if jump else [])])
-        for m in after[n]:
-            if m < len(lines):
-                before[m].append(n)
+    for n, following in enumerate(after):
+        for m in following:
+            before[m].append(n)
     products = [(n, int(m[1])) for n, (_, line) in enumerate(lines) if (m := _TAKEN.search(line))]
     if len(products) != len(steady):
         return True
@@ -288,13 +280,25 @@ def loses_operand(sass: str, steady: Sequence[bool]) -> bool:
     return False
 
 
+def _successors(
+    lines: Sequence[str], jump: re.Pattern[str], end: re.Pattern[str], place: Callable[[str], int]
+) -> list[list[int]]:
+    """The places that each line goes on to, by what a jump looks like (its condition, and where to) and an end."""
+    after = []
+    for n, line in enumerate(lines):
+        found = jump.search(line)
+        goes_on = n + 1 < len(lines) and not end.search(line) and (found is None or found[1])
+        after.append([*([n + 1] if goes_on else []), *([place(found[2])] if found else [])])
+    return after
+
+
 def _reached(start: int, after: Sequence[Sequence[int]], without: Set[int], into: bool = False) -> set[int]:
     """Where one comes to from a place, itself if one comes back, not beyond some places; or `into` them either."""
     found: set[int] = set()
     waiting = [start]
     while waiting:
         for n in after[waiting.pop()]:
-            if n < len(after) and n not in found and (into or n not in without):
+            if n not in found and (into or n not in without):
                 found.add(n)
                 if n not in without:
                     waiting.append(n)

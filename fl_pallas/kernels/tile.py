@@ -172,8 +172,6 @@ class Evaluator:
         self.scopes: list[Scope] = []
         # Axes in whose place others stand, in a tile's dimensions.
         self.places: dict[Axis, Axis] = {}
-        # Sides of matrix products that a loop was given.
-        self.given: dict[Side, Tile] = {}
 
     # --- scopes ---------------------------------------------------------------------------------
 
@@ -682,8 +680,9 @@ class Evaluator:
 
     def side_tile(self, s: Side) -> Tile:
         """One side of a matrix product, 0 beyond the end of the axis, in the type it is multiplied in."""
-        if s in self.given:
-            return self.given[s]
+        given = next((scope.memo[s] for scope in reversed(self.scopes) if s in scope.memo), None)
+        if given is not None:
+            return given
         side, axis, dtype = s.factors, s.axis, s.dtype
         narrow = JNP[dtype] if dtype in ("bf16", "f16") else JNP[self.compute]
         if len(side) == 1 and isinstance(side[0], Load) and is_float(side[0].dtype):

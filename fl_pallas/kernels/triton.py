@@ -298,11 +298,9 @@ class _Program:
 
         def once(_: Array, state: tuple[list[Array], Carry]) -> tuple[list[Array], Carry]:
             arrays, carry = state
-            ev.given = {s: Tile(x, t.axes) for s, x, t in zip(sides, arrays, tiles, strict=True)}
-            ev.push({}, {})
+            ev.push({}, {}).memo.update((s, Tile(x, t.axes)) for s, x, t in zip(sides, arrays, tiles, strict=True))
             carry = run(carry)
             ev.pop()
-            ev.given = {}
             return [jnp.zeros_like(x) for x in arrays], carry
 
         return lax.fori_loop(0, 1 + never(), once, ([t.array for t in tiles], carry))[1]
