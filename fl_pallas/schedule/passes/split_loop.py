@@ -15,9 +15,12 @@ from ..plan import Accumulator, Anchor, Choices, KernelPlan, Loop, Step, Store, 
 from ..target import Target
 from .merge_partials import held_type, part_of
 
-# Loops below this extent end before a second launch has begun; that is later where programs are so few, one for FEW
-# processors, that each waits for its own loads (H200, B1: S = 1024 takes 12.2 for 15.9 us, and 20.8 for 19.8 at B8).
-MIN_EXTENT, MIN_EXTENT_OF_FEW, FEW = 2048, 1024, 4
+# Loops below this extent end before a second launch has begun; that is later where most processors have no program
+# (H200, S = 1024: 8 programs of 16 rows take 12.2 for 15.9 us; 64 take, in a CUDA graph, 20.8 for 21.7, and 18.9 for
+# 21.6 where data bounds the loop).
+MIN_EXTENT, MIN_EXTENT_OF_HALF, HALF = 2048, 1024, 2
+# One program for so many processors is few: each waits for its own loads.
+FEW = 4
 # Least indices of the loop in a part; and per row of the tile, for rows are what a part writes and reads again. Fewer
 # where that gives idle processors a part each: what few programs write is still in the cache.
 MIN_PART, MIN_PART_PER_ROW, MIN_PART_PER_ROW_OF_FEW = 256, 16, 4
@@ -65,9 +68,9 @@ def number_of_parts(plan: KernelPlan, target: Target) -> int:
     if len(plan.loops) != 1:
         return 1
     programs = _programs(plan)
-    few = FEW * programs <= target.processors
+    few, half = FEW * programs <= target.processors, HALF * programs <= target.processors
     extent = plan.loops[0].axis.extent
-    if programs >= target.processors or extent < (MIN_EXTENT_OF_FEW if few else MIN_EXTENT):
+    if programs >= target.processors or extent < (MIN_EXTENT_OF_HALF if half else MIN_EXTENT):
         return 1
     tiles = dict(plan.choices.tiles)
     rows = math.prod(n for a, n in tiles.items() if a in plan.grid and a not in plan.features)
