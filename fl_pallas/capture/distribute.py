@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 # Linear in their first argument: those that sum, and those that move or scale it alone.
 _SUMS = {aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.embedding_dense_backward.default}
-_MOVES = {
+MOVES = {
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.transpose.int,
     aten.t.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default,
     aten.slice.Tensor, aten.select.int, aten.clone.default, aten._to_copy.default, aten.alias.default,
@@ -89,7 +89,7 @@ def _is_linear(user: Node, read: list[Node]) -> bool | None:
         return True if values is source and zeros and accumulate == [True] else None
     if uses != 1 or args[0] is not source and target is not aten.mul.Tensor:
         return None
-    if target in _MOVES or target in _SCALES:
+    if target in MOVES or target in _SCALES:
         same = user.meta["val"].dtype == source.meta["val"].dtype
         return False if same or target is aten._to_copy.default and user.meta["val"].is_floating_point() else None
     return True if target in _SUMS else None
@@ -116,7 +116,7 @@ def _wait(a: Node, b: Node) -> bool:
 
 def _origins(node: Node) -> list[Node]:
     """What a tensor is summed from, or only moved."""
-    if node.target in _SUMS | _MOVES or _terms(node) is not None:
+    if node.target in _SUMS | MOVES or _terms(node) is not None:
         return [o for n in node.all_input_nodes for o in _origins(n)]
     return [node]
 
@@ -131,7 +131,7 @@ def _is_of_scores(node: Node) -> bool:
         n = stack.pop()
         if n.target is aten.bmm.default:
             return True
-        if n.target in _MOVES or n.target in _ELEMENTWISE or torch.Tag.pointwise in getattr(n.target, "tags", ()):
+        if n.target in MOVES or n.target in _ELEMENTWISE or torch.Tag.pointwise in getattr(n.target, "tags", ()):
             stack += {*n.all_input_nodes} - seen
             seen |= {*n.all_input_nodes}
     return False

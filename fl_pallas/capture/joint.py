@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,14 +28,16 @@ from .distribute import distribute
 from .drawn import Inner, give_back
 from .narrow import narrow
 from .positions import by_position
+from .terms import offer_terms
 from .translate import translate
 
 aten = torch.ops.aten
 Compiler = Callable[[GraphModule, Sequence[Any], "Known"], Callable[..., Any]]
 # (joint Program, results of its forward, of its backward) -> names of what is zero whatever the numbers are.
 Vanishing = Callable[[Program, tuple[str, ...], tuple[str, ...]], frozenset[str]]
-# The same -> what is kept, or names of comparisons with an extremum that needs a gradient.
-Keep = Callable[[Program, tuple[str, ...], tuple[str, ...]], Kept | frozenset[str]]
+# The same, and names of values that nothing reads unless they are kept -> what is kept, or names of comparisons with an
+# extremum that needs a gradient.
+Keep = Callable[[Program, tuple[str, ...], tuple[str, ...], tuple[str, ...]], Kept | frozenset[str]]
 
 # Row statistics are nodes of their own, which a backward pass can be handed.
 _STATISTICS = get_decompositions((aten._softmax, aten._log_softmax, aten._safe_softmax, aten.logsumexp))
@@ -154,13 +156,17 @@ def differentiable(
             if zeros := vanishing(program, *_results(joint, num_fwd_outputs, program)):
                 _set_to_zero(joint, zeros)
                 program = left_to_pytorch(translate(joint), left)
+            if offered := offer_terms(joint):
+                program = left_to_pytorch(translate(joint, offered), left)
             asked = frozenset[str]()
-            while not isinstance(kept := keep(program, *_results(joint, num_fwd_outputs, program)), Kept):
+            while not isinstance(kept := keep(program, *_results(joint, num_fwd_outputs, program), offered), Kept):
                 if kept <= asked:
                     raise Unsupported("a maximum that needs a gradient", "the gradient goes to what equals it")
                 asked |= kept
                 by_position(joint, kept)
-                program = left_to_pytorch(translate(joint), left)
+                offered = offer_terms(joint)
+                program = left_to_pytorch(translate(joint, offered), left)
+        _need(joint, num_fwd_outputs, kept.names & {*offered})
         for chain in kept.copies:
             read_copy(joint, tuple(v.name for v in chain))
         wide = _widen(joint, kept.exact)
@@ -313,7 +319,7 @@ def _widened(fact: Value, wide: Mapping[str, str]) -> Value:
     return replace(fact, name=wide[fact.name], dtype="f32") if fact.name in wide else fact
 
 
-def _need(joint: GraphModule, forward: int, names: set[str]) -> None:
+def _need(joint: GraphModule, forward: int, names: Set[str]) -> None:
     """Let the backward pass read these values, which AOTAutograd would not hand to it otherwise."""
     last = next(n for n in joint.graph.nodes if n.op == "output")
     results: Any = list(last.args[0])

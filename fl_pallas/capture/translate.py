@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -23,20 +24,21 @@ aten = torch.ops.aten
 _FRAME = re.compile(r'File "([^"]*)", line (\d+)[^\n]*(?:\n\s*(?!File ")([^\n]*))?')
 
 
-def translate(gm: torch.fx.GraphModule) -> Program:
+def translate(gm: torch.fx.GraphModule, unread: Collection[str] = ()) -> Program:
     """The Program of a functional ATen graph of static shapes.
 
     Args:
       gm: a graph traced by make_fx with fake tensors; every node has its result in `meta["val"]`.
+      unread: names of nodes that count although nothing reads them.
 
     Returns:
-      A value for every tensor node, named as the node. What has no rule is an extern value with its
+      A value for every tensor node that is read, named as the node. What has no rule is an extern value with its
       reason. A node with several results gives no value; its getitem nodes do.
 
     Raises:
       Unsupported: a tensor has a size that is not a plain integer, or an operation writes to its argument.
     """
-    translation = _Translation(gm)
+    translation = _Translation(gm, unread)
     for node in gm.graph.nodes:
         translation.visit(node)
     return Program(tuple(translation.values.values()), translation.outputs)
@@ -45,8 +47,8 @@ def translate(gm: torch.fx.GraphModule) -> Program:
 class _Translation:
     """The state of one translation: values by node name, and how later nodes read each node."""
 
-    def __init__(self, gm: torch.fx.GraphModule):
-        self.gm = gm
+    def __init__(self, gm: torch.fx.GraphModule, unread: Collection[str]):
+        self.gm, self.unread = gm, unread
         self.values: dict[str, Value] = {}
         self.outputs: tuple[str, ...] = ()
         self.results: dict[Node, Result] = {}
@@ -72,7 +74,7 @@ class _Translation:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
             raise Unsupported(str(node.target), "it writes to its argument: the graph is not functional", _where(node))
-        if not node.users:
+        if not node.users and node.name not in self.unread:
             return
         val = node.meta.get("val")
         what = str(node.args[0].target if is_getitem(node) else node.target)  # type: ignore[union-attr]

@@ -39,12 +39,15 @@ class Kept:
     copies: tuple[tuple[Value, ...], ...] = ()
 
 
-def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) -> Kept | frozenset[str]:
+def keep(
+    joint: Program, forward: tuple[str, ...], backward: tuple[str, ...], offered: tuple[str, ...] = ()
+) -> Kept | frozenset[str]:
     """What the backward pass of a joint Program reads from memory; all else of the forward pass it computes again.
 
     Args:
       joint: both passes; inputs of the backward pass alone are named "tangents…".
       forward, backward: names of the results of either.
+      offered: names of sums that the forward pass can make besides, for the backward pass alone.
 
     Returns: that; or, where a gradient goes to the scores that equal their maximum, the names of those comparisons:
     scores that are computed again may not equal it.
@@ -56,10 +59,10 @@ def keep(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) ->
         if v.name.startswith("tangents") or later.intersection(v.reads):
             later.add(v.name)
     _, _, rounded = grow_rounded(replace(joint, outputs=forward))
-    whole = resolve_views(replace(joint, outputs=(*forward, *backward)), rounded=rounded)
+    whole = resolve_views(replace(joint, outputs=(*forward, *backward, *offered)), rounded=rounded)
     # Positions, and how many there are of something: computed again, they might be others.
     positions = tuple(v.name for v in whole.values if v.name not in later and _is_found(v))
-    cheap, statistics, fused = _kept(replace(joint, outputs=(*forward, *positions)))
+    cheap, statistics, fused = _kept(replace(joint, outputs=(*forward, *positions, *offered)))
     saved: set[str] = set()
     stack = [root_of(whole, name) for name in backward]
     seen: set[str] = set()
