@@ -110,3 +110,20 @@ def test_a_maximum_between_kernels(fn: Callable, dtype: torch.dtype, device: tor
     compiled = fl.compile(fn)
     check(fn, [q, k, v], compiled(q, k, v))
     check_gradients(fn, compiled, [q, k, v])
+
+
+def forgetting(x: Tensor, gate: Tensor, bias: Tensor, w: Tensor) -> Tensor:
+    """x [b,n,96] holds queries, keys and values of four heads; gate [b,n,4], bias [4]; w [32,32] projects."""
+    q, k, v = (t.unflatten(-1, (4, 8)).transpose(1, 2) for t in x.chunk(3, -1))
+    c = F.logsigmoid((gate + bias).float()).cumsum(1).mT
+    later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+    scores = (q @ k.mT).float() / 8**0.5 + c[..., :, None] - c[..., None, :]
+    return (scores.masked_fill(later, -torch.inf).softmax(-1).to(v.dtype) @ v).transpose(1, 2).flatten(2) @ w
+
+
+def test_rows_and_columns_of_one_gradient(device: torch.device) -> None:
+    """A running sum hears of the scores' gradient at queries less that at keys: what the result's rounding does to both
+    cancels, if both take off the same.
+    """
+    inputs = draw((2, 65, 96), (2, 65, 4), (4,), (32, 32), dtype=torch.bfloat16, device=device)
+    check_gradients(forgetting, fl.compile(forgetting), inputs)

@@ -30,7 +30,7 @@ from ..expr import (
     reductions,
     walk,
 )
-from ..integer import linear
+from ..integer import from_linear, linear
 from ..program import Program, Value
 from .fuse import Fused, Output
 from .resolve_views import inlined
@@ -158,14 +158,26 @@ def _exchanged(r: Expr, known: _Known) -> tuple[Expr, Binding, tuple[Expr, ...]]
         computed: dict[Expr, Expr] = {i: index(a) for a, i in given.items()}
         bound = {a: computed.get(i, i) for a, i in bound.items()}
         body: Expr = load(known.name, tuple(substitute(i, bound) for i in known.place), known.dtype)
+        turned = {b: e for a, i in given.items() for b, e in _solved(i, a).items()}
         for p in still:
-            body = op("mul", substitute(p, {}, computed), body, dtype=inner.body.dtype)
+            body = op("mul", substitute(p, turned, computed), body, dtype=inner.body.dtype)
         short = reduce("sum", inner.axis, body, r.body.dtype)
         outer = [i for i in bound.values() if isinstance(i, Index) and i.axis != inner.axis]
         place: Binding = {i.axis: given.get(i.axis, i) for i in outer}
         if frozenset(place) == free_axes(short):
             return short, place, others
     return None
+
+
+def _solved(i: Expr, axis: Axis) -> Binding:
+    """The one axis of `i` in terms of `axis`, the index along which is `i` (reversed, along a running sum's gradient);
+    nothing if there are several.
+    """
+    terms, constant = linear(i)
+    ((e, step),) = terms.items() if len(terms) == 1 else ((i, 0),)
+    if not isinstance(e, Index) or abs(step) != 1:
+        return {}
+    return {e.axis: from_linear(({index(axis): step}, -step * constant), i.dtype)}
 
 
 def _factors(e: Expr) -> tuple[Expr, ...]:
