@@ -114,6 +114,13 @@ def as_a_temperature(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (s / s.amax(-1, keepdim=True).exp()).softmax(-1) @ v
 
 
+def larger_of_two(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Extrema of rows compared with each other, and with what is none."""
+    s = _scores(q, k)
+    top = torch.maximum(s[..., :9].amax(-1), s[..., 9:].amin(-1) + 1)
+    return s.softmax(-1) @ v, torch.maximum(top, q.mean(-1))
+
+
 def inputs() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(2, 19, 16, generator=generator) for _ in range(3)]
@@ -129,7 +136,7 @@ def test_needs_no_gradient(fn: Callable[..., Tensor]) -> None:
     assert not any(g.fallbacks for g in explanation.graphs), explanation
 
 
-@pytest.mark.parametrize("fn", [guarded_by_another, one_more, as_a_temperature])
+@pytest.mark.parametrize("fn", [guarded_by_another, one_more, as_a_temperature, larger_of_two])
 def test_needs_one(fn: Callable[..., Tensor]) -> None:
     """The forward pass keeps where the maxima are."""
     compiled, explanation = explained(fn, fallback="error")

@@ -166,8 +166,16 @@ def _extrema(program: Program, v: Value, saved: set[str]) -> set[str]:
             continue
         for these, others in ((left, right), (right, left)):
             extrema = {root for s in these - others if _is_extremum(program.by_name[root := root_of(program, s)])}
-            found |= {s for s in extrema if not depends(program, others, {s})}
+            found |= {s for s in extrema if _is_asked_of_elements(program, v, s, others)}
     return found
+
+
+def _is_asked_of_elements(program: Program, v: Value, extremum: str, others: set[str]) -> bool:
+    """Whether `v` compares an extremum with what it is one of, and not row by row with another number, as
+    `torch.maximum` of two extrema does.
+    """
+    elements = v.numel > program.by_name[extremum].numel or depends(program, {extremum}, others)
+    return elements and not depends(program, others, {extremum})
 
 
 def _is_found(v: Value) -> bool:
