@@ -701,6 +701,25 @@ def test_blow_up_that_only_an_unknown_operation_reads(unwarned: None) -> None:
         fl.compile(only_sorted, fallback="error")(*qkv(128))
 
 
+def stacked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention(*torch.stack((q, k, v)).tanh())
+
+
+def behind_a_memory(x: Tensor, w: Tensor, memory: Tensor) -> Tensor:
+    """x [b,n,d], w [d,2d], memory [b,m,d] before the keys and values, of which the gradient is put together."""
+    k, v = (torch.cat((memory, t), 1) for t in (x @ w).unflatten(-1, (2, -1)).unbind(-2))
+    return attention(x, k, v)
+
+
+@pytest.mark.parametrize(
+    "fn, shapes", ((stacked, [(1, 2, 64, 16)] * 3), (behind_a_memory, [(2, 64, 16), (16, 32), (2, 5, 16)]))
+)
+def test_what_is_stacked_is_no_blow_up(fn: Callable, shapes: list[tuple[int, ...]]) -> None:
+    """Tensors put together are larger than each, and no pairs of anything: nothing is said of them."""
+    explanation = fl.explain(fn, *(torch.randn(s, requires_grad=True) for s in shapes))
+    assert explanation.kernel_count and not explanation.fallbacks, str(explanation)
+
+
 def test_part_of_a_graph_falls_back() -> None:
     """What cannot fuse does not keep the rest from fusing."""
 

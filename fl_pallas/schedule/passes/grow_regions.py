@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from ..build import op, substitute
 from ..dtype import itemsize
-from ..expr import Axis, Expr, Load, free_axes, index, load, loads, reductions
+from ..expr import Axis, Const, Expr, Index, Load, Op, free_axes, index, load, loads, reductions, walk
 from ..program import Program, Value, depends
 from .epilogue import with_epilogue, with_sparing_epilogue
 from .joins import (
@@ -190,8 +190,20 @@ def _left_large(program: Program, regions: list[Region]) -> Iterator[Rejected]:
             reader = next((program.by_name[u] for u in program.users[name] if u not in members), v)
             why = "the backward pass reads it" if reader is v else "PyTorch computes it; a kernel stores what it reads"
             yield Rejected(v, reader, why, v.numel * itemsize(v.dtype), fused=True)
-        elif region is None and is_outer(v):
+        elif region is None and is_outer(v) and not _is_stacked(v):
             yield Rejected(v, v, "it is no part of what a kernel computes", v.numel * itemsize(v.dtype))
+
+
+def _is_stacked(v: Value) -> bool:
+    """Whether `v` is tensors laid one behind another along an axis that they lack, or one of them among zeros (the
+    gradient of what is selected): no larger than all of them together, and so no pairs of anything.
+    """
+    assert v.expr is not None
+    asked = [n for n in walk(v.expr) if isinstance(n, Op) and n.name in ("lt", "eq") and isinstance(n.args[1], Const)]
+    along = {n.args[0].axis for n in asked if isinstance(n.args[0], Index)}
+    answered = substitute(v.expr, {}, {n: load("answer", (), n.dtype) for n in asked})
+    wide = {a for a in v.axes if a.extent > 1} - along
+    return along.isdisjoint(free_axes(answered)) and all(wide <= free_axes(n) for n in loads(v.expr))
 
 
 def _finished_large(program: Program, region: Region) -> set[str]:
