@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,18 @@ def transposed(q: Tensor, k: Tensor, k2: Tensor, v: Tensor, lam: Tensor) -> Tens
     return (v.mT @ (p1 - lam * p2)).mT
 
 
+def pairs_of_heads(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
+    """Microsoft's differential attention: one softmax, whose heads are subtracted two by two."""
+    b, h, s, _ = q.shape
+    p = weights(q, k).view(b, h // 2, 2, s, s)
+    return (p[:, :, 0] - lam * p[:, :, 1]) @ v
+
+
+def read_twice(q: Tensor, k: Tensor, k2: Tensor, v: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+    p = weights(q, k)
+    return (p - lam * weights(q, k2)) @ v, p @ v
+
+
 def gated_keys(q: Tensor, k: Tensor, k2: Tensor, v: Tensor, gate: Tensor) -> Tensor:
     return (weights(q, k) - gate * weights(q, k2)) @ v
 
@@ -53,27 +66,29 @@ def rectified(q: Tensor, k: Tensor, k2: Tensor, v: Tensor, lam: Tensor) -> Tenso
 
 HEADS, TOKENS = (2, 2, 40, 16), (2, 40, 3, 16)
 # The variant, shapes of its inputs, and whether each row sum is known.
-VARIANTS: dict[Callable[..., Tensor], tuple[list[tuple[int, ...]], bool]] = {
+VARIANTS: dict[Callable[..., Any], tuple[list[tuple[int, ...]], bool]] = {
     mixture: ([*[HEADS] * 5, (2, 2, 40, 3)], True),
     by_einsum: ([*[TOKENS] * 4, (3,)], True),
     transposed: ([*[HEADS] * 4, ()], True),
+    pairs_of_heads: ([(2, 4, 40, 16), (2, 4, 40, 16), (2, 2, 40, 32), ()], True),
+    read_twice: ([*[HEADS] * 4, ()], True),
     gated_keys: ([*[HEADS] * 4, (2, 2, 1, 40)], False),
     rectified: ([*[HEADS] * 4, ()], False),
 }
 
 
-def drawn(fn: Callable[..., Tensor], dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Tensor]:
+def drawn(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device | str = "cpu") -> list[Tensor]:
     return [torch.randn(s, device=device).to(dtype) for s in VARIANTS[fn][0]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fn", VARIANTS)
-def test_gradients(fn: Callable[..., Tensor], dtype: torch.dtype, device: torch.device) -> None:
+def test_gradients(fn: Callable[..., Any], dtype: torch.dtype, device: torch.device) -> None:
     check_gradients(fn, fl.compile(fn, fallback="error"), drawn(fn, dtype, device))
 
 
 @pytest.mark.parametrize("fn", VARIANTS)
-def test_row_sums_are_known(fn: Callable[..., Tensor]) -> None:
+def test_row_sums_are_known(fn: Callable[..., Any]) -> None:
     inputs = [t.requires_grad_() for t in drawn(fn, torch.bfloat16)]
     forward, backward = fl.explain(fn, *inputs).graphs
     assert not forward.fallbacks and not backward.fallbacks

@@ -30,7 +30,7 @@ from ..expr import (
     reductions,
     walk,
 )
-from ..integer import from_linear, linear
+from ..integer import floordiv, from_linear, linear
 from ..program import Program, Value
 from .fuse import Fused, Output
 from .resolve_views import inlined
@@ -54,30 +54,19 @@ def exchange(
 
     Returns: those kernels, and the others.
     """
-    made: dict[Expr, Output] = {}
-    held: dict[Expr, Expr] = {}
     found = (r for g in groups for o in g.outputs for r in reductions(o.expr))
     # In the dimensions of the gradient first: those are what the user sees, more often than not.
     known = sorted((k for f in facts for k in _known(f)), key=lambda k: len(k.axes) > len(k.place))
     if not known:
         return (), groups
+    sums = _Sums(known, name, compute, {})
     pointwise = _written_out(groups, program)
-    for r in dict.fromkeys(found):
-        whole = inlined(r, pointwise)
-        short = next((s for k in known if (s := _exchanged(whole, k)) is not None), None)
-        if short is None:
-            continue
-        expr, place, others = short
-        own = {a: Axis(f"x{n}", a.extent) for n, a in enumerate(place)}
-        expr = substitute(expr, {a: index(b) for a, b in own.items()})
-        made.setdefault(expr, Output(f"{name}_d{len(made)}", tuple(own.values()), compute, expr))
-        held[r] = load(made[expr].name, tuple(place.values()), compute)
-        for e in others:
-            held[r] = op("mul", held[r], e, dtype=compute)
+    told = {r: sums.of(inlined(r, pointwise)) for r in dict.fromkeys(found)}
+    held: dict[Expr, Expr] = {r: e for r, e in told.items() if e is not None}
     if not held:
         return (), groups
     first: dict[tuple[Axis, ...], list[Output]] = {}
-    for o in made.values():
+    for o in sums.made.values():
         first.setdefault(o.axes, []).append(o)
     rest = tuple(Fused(tuple(replace(o, expr=substitute(o.expr, {}, held)) for o in g.outputs)) for g in groups)
     return tuple(Fused(tuple(outputs)) for outputs in first.values()), rest
@@ -129,7 +118,80 @@ def _parts(axis: Axis, e: Expr) -> tuple[Axis, ...]:
     return tuple(dimensions(axis, steps))
 
 
-def _exchanged(r: Expr, known: _Known) -> tuple[Expr, Binding, tuple[Expr, ...]] | None:
+@dataclass(frozen=True)
+class _Sums:
+    """Sums that are known.
+
+    Attributes:
+      known: what operands hold.
+      name: begins the names of what is made of it.
+      compute: the type of that.
+      made: what has been made so far, by what it is.
+    """
+
+    known: Sequence[_Known]
+    name: str
+    compute: str
+    made: dict[Expr, Output]
+
+    def of(self, r: Expr) -> Expr | None:
+        """`r` by loads of what is made of known sums: whole, or term by term; None if it is not known."""
+        if not isinstance(r, Reduce) or r.kind != "sum":
+            return None
+        short = next((s for k in self.known if (s := _exchanged(r, k)) is not None), None)
+        return self._term_by_term(r) if short is None else self._loaded(*short)
+
+    def _loaded(self, short: Reduce, place: Binding, others: tuple[Expr, ...]) -> Expr:
+        """A load of what a kernel of its own stores, which makes `short` of the axes of `place`; times `others`."""
+        own = {a: Axis(f"x{n}", a.extent) for n, a in enumerate(place)}
+        # As it is stored, so that gradients whose sums PyTorch would round, and others, share it.
+        expr = substitute(replace(short, dtype=self.compute), {a: index(b) for a, b in own.items()})
+        stored = Output(f"{self.name}_d{len(self.made)}", tuple(own.values()), self.compute, expr)
+        result: Expr = load(self.made.setdefault(expr, stored).name, tuple(place.values()), self.compute)
+        for e in others:
+            result = op("mul", result, e, dtype=self.compute)
+        return result
+
+    def _term_by_term(self, r: Reduce) -> Expr | None:
+        """Σ (a + b) p as Σ a p + Σ b p, and, of heads put together, Σ (a where c, else 0) p as Σ a p where c."""
+        factors = _factors(r.body)
+        for n, e in enumerate(factors):
+            rest = (*factors[:n], *factors[n + 1 :])
+            if isinstance(e, Op) and e.name == "add" and is_float(e.dtype):
+                terms = [self.of(_product(r, (a, *rest))) for a in e.args]
+                return op("add", *terms, dtype=self.compute) if None not in terms else None  # type: ignore[arg-type]
+            if isinstance(e, Op) and e.name == "select" and r.axis not in free_axes(e.args[0]):
+                condition, a, other = _canonical(e).args  # type: ignore[union-attr]
+                if isinstance(other, Const) and other.value == 0:
+                    there, back = _solved_for(condition)
+                    known = self.of(substitute(_product(r, (a, *rest)), there))
+                    if known is None:
+                        return None
+                    return select(condition, substitute(known, back), const(0.0, self.compute))
+        return None
+
+
+def _product(r: Reduce, factors: Sequence[Expr]) -> Expr:
+    body, *rest = factors
+    for e in rest:
+        body = op("mul", body, e, dtype=r.body.dtype)
+    return reduce("sum", r.axis, body, r.dtype)
+
+
+def _solved_for(condition: Expr) -> tuple[Binding, Binding]:
+    """What an index is where a condition holds that asks for its remainder, in terms of the quotient; and the quotient
+    in terms of the index. Nothing for other conditions."""
+    if isinstance(condition, Op) and condition.name == "eq":
+        of, rest = condition.args
+        if isinstance(of, Op) and of.name == "mod" and isinstance(i := of.args[0], Index) and isinstance(rest, Const):
+            n = int(of.args[1].value)  # type: ignore[union-attr]
+            quotient = Axis(f"{i.axis.name}_{n}", -(-i.axis.extent // n))
+            whole = from_linear(({index(quotient): n}, int(rest.value)), i.dtype)
+            return {i.axis: whole}, {quotient: floordiv(i, n, i.dtype)}
+    return {}, {}
+
+
+def _exchanged(r: Expr, known: _Known) -> tuple[Reduce, Binding, tuple[Expr, ...]] | None:
     """`r` as a sum over an axis of what is known; and its free axes, in the order of those, with the index that `r` has
     for each (a query's own, or along a relative shift); and what is left to multiply it by. None if it is none.
     """
@@ -164,7 +226,7 @@ def _exchanged(r: Expr, known: _Known) -> tuple[Expr, Binding, tuple[Expr, ...]]
         short = reduce("sum", inner.axis, body, r.body.dtype)
         outer = [i for i in bound.values() if isinstance(i, Index) and i.axis != inner.axis]
         place: Binding = {i.axis: given.get(i.axis, i) for i in outer}
-        if frozenset(place) == free_axes(short):
+        if isinstance(short, Reduce) and frozenset(place) == free_axes(short):
             return short, place, others
     return None
 
