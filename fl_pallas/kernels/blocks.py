@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -249,10 +249,16 @@ def _scalar(x: Any) -> Any:
     return ir.Operation.create("arith.constant", [value.type], attributes={"value": value}).results[0]
 
 
-def operations(parent: Any) -> Iterator[Any]:
-    """All operations inside of one."""
-    for region in parent.regions:
-        for block in region:
-            for op in block:
-                yield op.operation
-                yield from operations(op.operation)
+def operations(parent: Any) -> list[Any]:
+    """An operation and all inside of it.
+
+    A loop over a block makes a view of each, of its dialect's Python module, and looks in vain for Triton's every time.
+    """
+    found: list[Any] = []
+
+    def visit(op: Any) -> Any:
+        found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    parent.walk(visit, ir.WalkOrder.PRE_ORDER)
+    return found

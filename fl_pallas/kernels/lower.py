@@ -185,5 +185,5 @@ def _text(bytecode: bytes, blocks: Sequence[Block]) -> str:
     dialect.register_dialect(context)
     module = ir.Module.parse(bytecode, context)
     with context, ir.Location.unknown():
-        with_native([*operations(module.operation)])
+        with_native(operations(module.operation))
     return with_blocks(module, blocks)

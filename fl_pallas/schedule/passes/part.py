@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import combinations
 
 from ..build import substitute
 from ..dtype import is_float
@@ -51,16 +52,17 @@ def ways_to_part(
     compute: str,
     tiles: Callable[[Kernel], Choices | None],
 ) -> tuple[tuple[Kernel, ...], ...]:
-    """Kernels that together do what one would, in several ways: that one; its chains; its outputs; chains of those.
+    """Kernels that together do what one would, in several ways: that one; its chains; its outputs; chains of those; two
+    of several outputs together.
 
     Args:
       parallel: axes of the outputs.
       name: what the names of further stores begin with.
       tiles: what a kernel would choose to cover its features with.
     """
-    whole = ((loops, stores),)
+    whole, outputs = ((loops, stores),), part_stores(loops, stores, parallel)
     ways: list[tuple[Kernel, ...]] = []
-    for kernels in (whole, part_stores(loops, stores, parallel)):
+    for kernels in (whole, outputs):
         chains: list[Kernel] = []
         for n, kernel in enumerate(kernels):
             *first, last = part_chains(*kernel, parallel, f"{name}_{n}", compute)
@@ -68,7 +70,7 @@ def ways_to_part(
             # What is taken along at the end may leave registers for smaller tiles only.
             chains += [*first, *(apart if tiles(apart[0]) != tiles(last) else (last,))]
         ways += [kernels, tuple(chains)]
-    return tuple(dict.fromkeys(ways))
+    return tuple(dict.fromkeys([*ways, *join_two(outputs, loops, stores)]))
 
 
 def part_stores(loops: tuple[Loop, ...], stores: tuple[Store, ...], parallel: tuple[Axis, ...]) -> tuple[Kernel, ...]:
@@ -91,6 +93,18 @@ def part_stores(loops: tuple[Loop, ...], stores: tuple[Store, ...], parallel: tu
         else:
             groups[at] = (groups[at][0] | own, [*groups[at][1], s])
     return tuple((_only(names, loops), tuple(s for s in stores if s in group)) for names, group in groups)
+
+
+def join_two(
+    kernels: tuple[Kernel, ...], loops: tuple[Loop, ...], stores: tuple[Store, ...]
+) -> Iterator[tuple[Kernel, ...]]:
+    """Ways in which two of several parts of one kernel (`loops`, `stores`) stay together that take one reduction."""
+    steps = {kernel: tuple(s for loop in kernel[0] for s in loop.steps) for kernel in kernels}
+    for pair in combinations(kernels, 2) if len(kernels) > 2 else ():
+        if _reductions(steps[pair[0]]) & _reductions(steps[pair[1]]):
+            names = frozenset(s.name for kernel in pair for s in steps[kernel])
+            both = _only(names, loops), tuple(s for s in stores if any(s in kernel[1] for kernel in pair))
+            yield (both, *(kernel for kernel in kernels if kernel not in pair))
 
 
 def _needed(names: Iterable[str], steps: Mapping[str, Step]) -> frozenset[str]:
