@@ -145,7 +145,8 @@ class _Sums:
         """A load of what a kernel of its own stores, which makes `short` of the axes of `place`; times `others`."""
         own = {a: Axis(f"x{n}", a.extent) for n, a in enumerate(place)}
         # As it is stored, so that gradients whose sums PyTorch would round, and others, share it.
-        expr = substitute(replace(short, dtype=self.compute), {a: index(b) for a, b in own.items()})
+        expr = reduce(short.kind, short.axis, short.body, self.compute)
+        expr = substitute(expr, {a: index(b) for a, b in own.items()})
         stored = Output(f"{self.name}_d{len(self.made)}", tuple(own.values()), self.compute, expr)
         result: Expr = load(self.made.setdefault(expr, stored).name, tuple(place.values()), self.compute)
         for e in others:
