@@ -51,6 +51,12 @@ def pairs_of_heads(q: Tensor, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
     return (p[:, :, 0] - lam * p[:, :, 1]) @ v
 
 
+def every_other_head(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Of three heads, the middle one has other values: its sums lie elsewhere."""
+    p = weights(q, k)
+    return p[:, ::2] @ v, p[:, 1::2] @ w
+
+
 def read_twice(q: Tensor, k: Tensor, k2: Tensor, v: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
     p = weights(q, k)
     return (p - lam * weights(q, k2)) @ v, p @ v
@@ -72,6 +78,7 @@ VARIANTS: dict[Callable[..., Any], tuple[list[tuple[int, ...]], bool]] = {
     transposed: ([*[HEADS] * 4, ()], True),
     pairs_of_heads: ([(2, 4, 40, 16), (2, 4, 40, 16), (2, 2, 40, 32), ()], True),
     read_twice: ([*[HEADS] * 4, ()], True),
+    every_other_head: ([(2, 3, 40, 16), (2, 3, 40, 16), (2, 2, 40, 16), (2, 1, 40, 16)], False),
     gated_keys: ([*[HEADS] * 4, (2, 2, 1, 40)], False),
     rectified: ([*[HEADS] * 4, ()], False),
 }

@@ -66,8 +66,10 @@ def exchange(
     if not held:
         return (), groups
     first: dict[tuple[Axis, ...], list[Output]] = {}
+    asked = {n.source for e in held.values() for n in loads(e)}
     for o in sums.made.values():
-        first.setdefault(o.axes, []).append(o)
+        if o.name in asked:  # and not for a sum another term of which is not known
+            first.setdefault(o.axes, []).append(o)
     rest = tuple(Fused(tuple(replace(o, expr=substitute(o.expr, {}, held)) for o in g.outputs)) for g in groups)
     return tuple(Fused(tuple(outputs)) for outputs in first.values()), rest
 
@@ -186,6 +188,8 @@ def _solved_for(condition: Expr) -> tuple[Binding, Binding]:
         of, rest = condition.args
         if isinstance(of, Op) and of.name == "mod" and isinstance(i := of.args[0], Index) and isinstance(rest, Const):
             n = int(of.args[1].value)  # type: ignore[union-attr]
+            if i.axis.extent % n:
+                return {}, {}
             quotient = Axis(f"{i.axis.name}_{n}", -(-i.axis.extent // n))
             whole = from_linear(({index(quotient): n}, int(rest.value)), i.dtype)
             return {i.axis: whole}, {quotient: floordiv(i, n, i.dtype)}
@@ -216,6 +220,9 @@ def _exchanged(r: Expr, known: _Known) -> tuple[Reduce, Binding, tuple[Expr, ...
         if any(a.extent > 1 and a not in binding for a in known.axes):
             continue
         bound = {a: binding.get(a, index(a)) for a in known.axes}
+        # Of heads put together, some lie beyond those that are known.
+        if any(isinstance(i, Index) and i.axis.extent > a.extent for a, i in bound.items()):
+            continue
         # Features of two axes that are summed as one stay parts of that sum.
         given = {a: i for a, i in bound.items() if isinstance(i, Op) and inner.axis not in free_axes(i)}
         computed: dict[Expr, Expr] = {i: index(a) for a, i in given.items()}
