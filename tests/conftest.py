@@ -57,7 +57,7 @@ THINNED = {
     "test_parts_merge_into_the_whole": 2,
     "test_matches": 2,
 }
-"""Of these tests, which have dozens of cases, one in so many runs on a CPU; all with --every-case."""
+"""Of the cases of these tests one in so many runs on a CPU, and at least one; all with --every-case."""
 NO_GPU = "needs a CUDA GPU: torch.cuda.is_available() is False"
 
 # Shrinking compiles hundreds of programs: the failing specification is printed as it was found.
@@ -86,12 +86,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if torch.cuda.is_available():
         return
     if not config.getoption("--every-case"):
-        kept = [i for i in items if zlib.crc32(i.nodeid.encode()) % THINNED.get(i.originalname, 1) == 0]
-        config.hook.pytest_deselected(items=[*{*items} - {*kept}])
-        items[:] = kept
+        cases: dict[str, list[pytest.Item]] = {}
+        for i in items:
+            cases.setdefault(i.nodeid.partition("[")[0], []).append(i)
+        share = (sorted(c, key=_drawn)[:: THINNED.get(c[0].originalname, 1)] for c in cases.values())
+        kept = {i for some in share for i in some}
+        config.hook.pytest_deselected(items=[*{*items} - kept])
+        items[:] = [i for i in items if i in kept]
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def _drawn(item: pytest.Item) -> int:
+    """A number by which cases come in an order of no meaning, the same one each time."""
+    return zlib.crc32(item.nodeid.encode())
 
 
 @pytest.fixture

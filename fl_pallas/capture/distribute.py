@@ -7,6 +7,7 @@ up.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -126,12 +127,17 @@ def _is_of_scores(node: Node) -> bool:
 
     What layers hand on (the gradient of embeddings) is made of products with weights.
     """
+    return is_made_of(node, MOVES | _ELEMENTWISE, lambda n: n.target is aten.bmm.default)
+
+
+def is_made_of(node: Node, through: Set[Any], wanted: Callable[[Node], bool]) -> bool:
+    """Whether a tensor is made, element by element and by the operations of `through`, of one that is `wanted`."""
     stack, seen = [node], {node}
     while stack:
         n = stack.pop()
-        if n.target is aten.bmm.default:
+        if wanted(n):
             return True
-        if n.target in MOVES or n.target in _ELEMENTWISE or torch.Tag.pointwise in getattr(n.target, "tags", ()):
+        if n.target in through or torch.Tag.pointwise in getattr(n.target, "tags", ()):
             stack += {*n.all_input_nodes} - seen
             seen |= {*n.all_input_nodes}
     return False

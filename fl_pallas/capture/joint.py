@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,17 +147,21 @@ def differentiable(
     def parted(joint: GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[GraphModule, GraphModule]:
         nonlocal returned
         returned = num_fwd_outputs
+
+        def read(unread: Collection[str] = ()) -> Program:
+            return left_to_pytorch(translate(joint, unread), left)
+
         with unset_fake_temporarily():
             narrow(joint)
             distribute(joint)
             results, _ = _outputs(joint, num_fwd_outputs)
             give_back(joint, lambda p: inner(replace(p, outputs=tuple(n for n in results if n in p.by_name))))
-            program = left_to_pytorch(translate(joint), left)
+            program = read()
             if zeros := vanishing(program, *_results(joint, num_fwd_outputs, program)):
                 _set_to_zero(joint, zeros)
-                program = left_to_pytorch(translate(joint), left)
+                program = read()
             if offered := offer_terms(joint):
-                program = left_to_pytorch(translate(joint, offered), left)
+                program = read(offered)
             asked = frozenset[str]()
             while not isinstance(kept := keep(program, *_results(joint, num_fwd_outputs, program), offered), Kept):
                 if kept <= asked:
@@ -165,7 +169,7 @@ def differentiable(
                 asked |= kept
                 by_position(joint, kept)
                 offered = offer_terms(joint)
-                program = left_to_pytorch(translate(joint, offered), left)
+                program = read(offered)
         _need(joint, num_fwd_outputs, kept.names & {*offered})
         for chain in kept.copies:
             read_copy(joint, tuple(v.name for v in chain))

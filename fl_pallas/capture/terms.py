@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from .distribute import MOVES
+from .distribute import MOVES, is_made_of
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ def offer_terms(gm: GraphModule) -> tuple[str, ...]:
 def _terms(operand: Node) -> list[tuple[list[Node], Node]]:
     """The weights that an operand adds up, if they are several, and the views that lead from their sum to it."""
     *views, total = _seen(operand)
-    terms = [n for n in dict.fromkeys(_added(total)) if _is_like(n, total) and _is_normalised(n)]
+    terms = [n for n in dict.fromkeys(_added(total)) if _is_like(n, total) and is_made_of(n, _VIEWS, _is_share)]
     return [(views[::-1], n) for n in terms] if len(terms) > 1 else []
 
 
@@ -55,7 +55,7 @@ def _added(node: Node) -> list[Node]:
         return [t for a in args for t in _added(a)]
     if node.target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar):
         own = [a for a in args if _is_like(a, node)]
-        if len(own) == 1 and (own[0] is node.args[0] or node.target is aten.mul.Tensor) and not _is_softmax(node):
+        if len(own) == 1 and (own[0] is node.args[0] or node.target is aten.mul.Tensor) and not _is_share(node):
             return _added(own[0])
     return [node]
 
@@ -68,26 +68,12 @@ def _is_like(node: Node, other: Node) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype
 
 
-def _is_softmax(node: Node) -> bool:
-    """Whether a node divides something by its own sum."""
+def _is_share(node: Node) -> bool:
+    """Whether a node divides something by its own sum: the gradient of such a share has a sum of the row in it."""
     if node.target is not aten.div.Tensor or not isinstance(node.args[1], Node):
         return False
     *_, total = _seen(node.args[1])
     return total.target is aten.sum.dim_IntList and total.args[0] is node.args[0]
-
-
-def _is_normalised(node: Node) -> bool:
-    """Whether a tensor is made, element by element, of what is divided by its own sum."""
-    stack, seen = [node], {node}
-    while stack:
-        n = stack.pop()
-        if _is_softmax(n):
-            return True
-        if n.target in _VIEWS or torch.Tag.pointwise in getattr(n.target, "tags", ()):
-            found = {*n.all_input_nodes} - seen
-            stack += found
-            seen |= found
-    return False
 
 
 def _product(gm: GraphModule, node: Node, operand: Node, views: list[Node], term: Node) -> str:

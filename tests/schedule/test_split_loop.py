@@ -97,6 +97,7 @@ def parts_of(b: int, heads: int, queries: int, keys: int) -> int:
         ((1, 8, 1, 4096), 16),  # of 256 keys at least
         ((1, 8, 1, 1024), 4),
         ((1, 8, 1, 1023), 1),  # too short a loop
+        ((8, 8, 1, 2048), 4),
         ((9, 8, 1, 2048), 2),
         ((9, 8, 1, 2047), 1),  # too short for so many programs
         ((8, 8, 1, 2047), 4),  # less than half of the processors have one

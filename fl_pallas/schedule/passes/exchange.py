@@ -161,12 +161,12 @@ class _Sums:
         for n, e in enumerate(factors):
             rest = (*factors[:n], *factors[n + 1 :])
             if isinstance(e, Op) and e.name == "add" and is_float(e.dtype):
-                terms = [self.of(_product(r, (a, *rest))) for a in e.args]
-                return op("add", *terms, dtype=self.compute) if None not in terms else None  # type: ignore[arg-type]
+                terms = [t for a in e.args if (t := self.of(_product(r, (a, *rest)))) is not None]
+                return op("add", *terms, dtype=self.compute) if len(terms) == len(e.args) else None
             if isinstance(e, Op) and e.name == "select" and r.axis not in free_axes(e.args[0]):
-                condition, a, other = _canonical(e).args  # type: ignore[union-attr]
+                condition, a, other = children(_canonical(e))
                 if isinstance(other, Const) and other.value == 0:
-                    there, back = _solved_for(condition)
+                    there, back = _where(condition)
                     known = self.of(substitute(_product(r, (a, *rest)), there))
                     if known is None:
                         return None
@@ -181,18 +181,18 @@ def _product(r: Reduce, factors: Sequence[Expr]) -> Expr:
     return reduce("sum", r.axis, body, r.dtype)
 
 
-def _solved_for(condition: Expr) -> tuple[Binding, Binding]:
+def _where(condition: Expr) -> tuple[Binding, Binding]:
     """What an index is where a condition holds that asks for its remainder, in terms of the quotient; and the quotient
     in terms of the index. Nothing for other conditions."""
     if isinstance(condition, Op) and condition.name == "eq":
         of, rest = condition.args
-        if isinstance(of, Op) and of.name == "mod" and isinstance(i := of.args[0], Index) and isinstance(rest, Const):
-            n = int(of.args[1].value)  # type: ignore[union-attr]
-            if i.axis.extent % n:
-                return {}, {}
-            quotient = Axis(f"{i.axis.name}_{n}", -(-i.axis.extent // n))
-            whole = from_linear(({index(quotient): n}, int(rest.value)), i.dtype)
-            return {i.axis: whole}, {quotient: floordiv(i, n, i.dtype)}
+        if isinstance(of, Op) and of.name == "mod" and isinstance(rest, Const):
+            i, by = of.args
+            if isinstance(i, Index) and isinstance(by, Const) and i.axis.extent % by.value == 0:
+                n = int(by.value)
+                quotient = Axis(f"{i.axis.name}_{n}", i.axis.extent // n)
+                whole = from_linear(({index(quotient): n}, int(rest.value)), i.dtype)
+                return {i.axis: whole}, {quotient: floordiv(i, n, i.dtype)}
     return {}, {}
 
 
