@@ -329,28 +329,26 @@ def substitute(e: Expr, mapping: Mapping[Axis, Expr], replace: Mapping[Any, Expr
 def _substitute(
     e: Expr, mapping: dict[Axis, Expr], replace: dict[Expr, Expr], memo: dict[Expr, Expr], left: list[int]
 ) -> Expr:
-    if e in replace:
-        return replace[e]
-    if e in memo:
-        return memo[e]
+    made = memo.get(e) or replace.get(e)
+    if made is not None:
+        return made
     left[0] -= 1
     if left[0] < 0:
         raise Unsupported(
             "reductions inside reductions", f"more than {MAX_STEPS} steps to write one in terms of its operands"
         )
-    used = free_axes(e) & mapping.keys()
-    if not used and not replace:
+    if not replace and mapping.keys().isdisjoint(free_axes(e)):
         return e
     if isinstance(e, Index):
         out = mapping.get(e.axis, e)
     elif isinstance(e, Reduce):
-        inner = {a: mapping[a] for a in used if a != e.axis}
-        axis = e.axis
-        if any(axis in free_axes(v) for v in inner.values()):
+        axis, inner, known = e.axis, mapping, memo
+        if any(axis in free_axes(mapping[a]) for a in mapping.keys() & free_axes(e)):
             axis = Axis(f"%{next(_fresh)}", axis.extent)
-            inner[e.axis] = index(axis)
-        same = inner == mapping
-        body = _substitute(e.body, inner, replace, memo if same else {}, left)
+            inner, known = {**mapping, e.axis: index(axis)}, {}
+        elif axis in mapping:
+            inner, known = {a: i for a, i in mapping.items() if a != axis}, {}
+        body = _substitute(e.body, inner, replace, known, left)
         out = e if body is e.body else reduce(e.kind, axis, body, e.dtype)
     else:
         out = with_children(e, tuple(_substitute(c, mapping, replace, memo, left) for c in children(e)))

@@ -28,6 +28,10 @@ class Axis:
     extent: int
     size: Size | None = None
 
+    def __hash__(self) -> int:
+        # (Much quicker than that of three fields, and asked millions of times.)
+        return hash(self.name)
+
     def __str__(self) -> str:
         return self.name
 
@@ -102,8 +106,8 @@ Expr = Const | Size | Index | Load | Op | Reduce | Ref
 _interned: WeakValueDictionary = WeakValueDictionary()
 
 
-def _intern(cls: type, *fields: object) -> Expr:
-    key = (cls, *((id(f) if isinstance(f, NODE_TYPES) else _key(f)) for f in fields))
+def _intern(cls: type, key: tuple[object, ...], *fields: object) -> Expr:
+    """The node of these fields; `key` tells them apart, children by their `id`: they live as long as their parent."""
     node = _interned.get(key)
     if node is None:
         node = cls(*fields)
@@ -111,53 +115,45 @@ def _intern(cls: type, *fields: object) -> Expr:
     return node
 
 
-def _key(field: object) -> object:
-    if isinstance(field, tuple):
-        return tuple(id(f) if isinstance(f, NODE_TYPES) else f for f in field)
-    # 0, 0.0, -0.0 and False hash alike, and NaN differs from itself: keep the type and the text.
-    return (type(field).__name__, repr(field)) if isinstance(field, (bool, int, float)) else field
-
-
-NODE_TYPES = (Const, Size, Index, Load, Op, Reduce, Ref)
-
-
 def const(value: bool | int | float, dtype: str) -> Expr:
-    return _intern(Const, value, dtype)
+    # 0, 0.0, -0.0 and False hash alike, and NaN differs from itself: keep the type and the text.
+    return _intern(Const, (Const, type(value), repr(value), dtype), value, dtype)
 
 
 def size(number: int, unit: int, hint: int, dtype: str = "i64") -> Size:
-    return _intern(Size, number, unit, hint, dtype)  # type: ignore[return-value]
+    return _intern(Size, (Size, number, unit, hint, dtype), number, unit, hint, dtype)  # type: ignore[return-value]
 
 
 def index(axis: Axis) -> Expr:
     """The index along `axis`; the constant 0 when there is only one."""
-    return const(0, "i64") if axis.extent == 1 else _intern(Index, axis, "i64")
+    return const(0, "i64") if axis.extent == 1 else _intern(Index, (Index, axis), axis, "i64")
 
 
 def load(source: str, idx: tuple[Expr, ...], dtype: str) -> Expr:
-    return _intern(Load, source, tuple(idx), dtype)
+    return _intern(Load, (Load, source, dtype, *map(id, idx)), source, tuple(idx), dtype)
 
 
 def raw_op(name: str, args: tuple[Expr, ...], dtype: str) -> Expr:
     """An Op node as given, with no simplification (see `build.op`)."""
-    return _intern(Op, name, tuple(args), dtype)
+    return _intern(Op, (Op, name, dtype, *map(id, args)), name, tuple(args), dtype)
 
 
 def raw_reduce(kind: str, axis: Axis, body: Expr, dtype: str) -> Expr:
     """A Reduce node as given; `axis` must not be bound by an enclosing reduction of the same name."""
-    return _intern(Reduce, kind, axis, body, dtype)
+    return _intern(Reduce, (Reduce, kind, axis, id(body), dtype), kind, axis, body, dtype)
 
 
 def ref(name: str, axes: tuple[Axis, ...], dtype: str) -> Expr:
-    return _intern(Ref, name, tuple(axes), dtype)
+    return _intern(Ref, (Ref, name, tuple(axes), dtype), name, tuple(axes), dtype)
 
 
 def children(e: Expr) -> tuple[Expr, ...]:
-    if isinstance(e, Op):
+    # (Faster than `isinstance`, and asked millions of times.)
+    if type(e) is Op:
         return e.args
-    if isinstance(e, Load):
+    if type(e) is Load:
         return e.index
-    if isinstance(e, Reduce):
+    if type(e) is Reduce:
         return (e.body,)
     return ()
 
@@ -189,16 +185,28 @@ def ref_names(e: Expr) -> frozenset[str]:
 
 def walk(e: Expr) -> Iterator[Expr]:
     """Every distinct node of `e`, children before parents."""
-    seen: set[int] = set()
-    stack: list[tuple[Expr, bool]] = [(e, False)]
-    while stack:
-        node, done = stack.pop()
-        if done:
-            yield node
-        elif id(node) not in seen:
-            seen.add(id(node))
-            stack.append((node, True))
-            stack.extend((c, False) for c in reversed(children(node)))
+    yield from _below(e)
+    yield e
+
+
+def _below(e: Expr) -> tuple[Expr, ...]:
+    """The distinct nodes inside `e`, children before parents, found once: passes walk over an expression again and
+    again. (Without `e`, which would keep itself alive.)"""
+    cached = e.__dict__.get("_below")
+    if cached is None:
+        found: dict[Expr, None] = {}
+        opened, stack = set[Expr](), [*reversed(children(e))]
+        while stack:
+            node = stack[-1]
+            if node in opened:
+                stack.pop()
+                found[node] = None
+            else:
+                opened.add(node)
+                stack += [c for c in reversed(children(node)) if c not in opened]
+        cached = tuple(found)
+        object.__setattr__(e, "_below", cached)
+    return cached
 
 
 def reductions(e: Expr) -> list[Reduce]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ..build import FALSE, TRUE, negate, op, select, substitute
-from ..expr import Axis, Const, Expr, Index, Op, Reduce, Ref, children, const, free_axes, ref, walk
+from ..expr import Axis, Const, Expr, Index, Op, Reduce, Ref, children, const, free_axes, ref, ref_names, walk
 from ..integer import Linear, bounds, linear
 from ..interior import constants
 from ..plan import Accumulator, Anchor, Interior, Loop, Step
@@ -129,14 +129,24 @@ def _unless(e: Expr, identity: float, finite: frozenset[str]) -> Expr:
 
 def _is_finite(e: Expr, finite: frozenset[str]) -> bool:
     """Whether `e` holds no running or final value that may be infinite or NaN."""
+    stack, seen = [e], {e}
+    while stack:
+        n = stack.pop()
+        if isinstance(n, Ref) and n.name not in finite:
+            return False
+        if not _is_replaced_maximum(n):
+            below = {c for c in children(n) if ref_names(c)} - seen
+            stack += below
+            seen |= below
+    return True
+
+
+def _is_replaced_maximum(e: Expr) -> bool:
+    """Whether `e` is a maximum, or something else where that is -inf."""
     if isinstance(e, Op) and e.name == "select" and isinstance(e.args[0], Op) and e.args[0].name == "eq":
         value, limit = e.args[0].args
-        if value is e.args[2] and isinstance(limit, Const) and limit.value == -math.inf:
-            # A maximum whose -inf is replaced.
-            return True
-    if isinstance(e, Ref):
-        return e.name in finite
-    return all(_is_finite(c, finite) for c in children(e))
+        return value is e.args[2] and isinstance(limit, Const) and limit.value == -math.inf
+    return False
 
 
 def solve(condition: Expr, axis: Axis, tiled: frozenset[Axis]) -> Range:

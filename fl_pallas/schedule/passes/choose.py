@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
 
 from ..dtype import is_float, itemsize
-from ..expr import Axis, Expr, Load, Op, Reduce, Ref, free_axes, index, loads, walk
+from ..expr import Axis, Expr, Load, Op, Reduce, Ref, free_axes, index, loads, reductions, walk
 from ..inner import (
+    Sheared,
     as_product,
     as_sheared,
     as_shifted,
@@ -323,32 +325,56 @@ def _loaded(n: Load, tiles: dict[Axis, int]) -> int:
     return _size(frozenset(wide), tiles) * (2 if gathered else 1)
 
 
+@dataclass(frozen=True)
+class _Tiles:
+    """The tiles that an expression is evaluated by, whatever the sides of those.
+
+    Attributes:
+      sequential: axes that are taken one index at a time.
+      over: the axes of each tile.
+      shifted: a product whose rows move to their places, if the expression is one.
+      sheared: products by position inside reductions.
+    """
+
+    sequential: tuple[Axis, ...]
+    over: tuple[frozenset[Axis], ...]
+    shifted: Sheared | None
+    sheared: tuple[Sheared, ...]
+
+
 def _largest(e: Expr, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int:
-    """Elements of the largest tile needed to evaluate `e`; the factors of a product are never multiplied out."""
-    # What is taken one index at a time.
-    tiles = {**tiles, **{n.axis: 1 for n in walk(e) if isinstance(n, Reduce) and is_sequential(n, tiled)}}
-    size, sides = _size(free_axes(e), tiles), factors(e)
-    if isinstance(e, Op) and any(as_product(e, axis, tiled) is not None for axis in free_axes(e)):
-        size = 0
-    elif isinstance(e, Op) and (shifted := next((s for a in free_axes(e) if (s := as_shifted(e, a, tiled))), None)):
+    """Elements of the largest tile needed to evaluate `e`."""
+    of = _tiles_of(e, tiled)
+    tiles = {**tiles, **dict.fromkeys(of.sequential, 1)}
+    sizes = [_size(axes, tiles) for axes in of.over]
+    sizes += [tiles[s.kept] * s.width(tiles[s.kept], tiles[s.gone]) for s in of.sheared]
+    if of.shifted is not None:
         # In its place, and in 16 bits.
-        size = tiles[shifted.kept] * shifted.width(tiles[shifted.kept], tiles[shifted.gone]) // 2
-        sides = [*shifted.product.left]
-    inner = 0
-    for n in walk(e):
-        if isinstance(n, Reduce):
-            inner = max(inner, _inner(n, tiles, tiled | {n.axis}), _size(free_axes(n), tiles))
-    return max(size, inner, *(_size(free_axes(f), tiles) for f in sides))
+        kept, gone = tiles[of.shifted.kept], tiles[of.shifted.gone]
+        sizes.append(kept * of.shifted.width(kept, gone) // 2)
+    return max(sizes, default=0)
 
 
-def _inner(r: Reduce, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int:
-    """Elements of the largest tile that a reduction makes on its way."""
-    sheared = as_sheared(r.body, r.axis, tiled)
-    if sheared is not None:
-        kept, gone = tiles[sheared.kept], tiles[sheared.gone]
-        return kept * sheared.width(kept, gone)
-    product = as_product(r.body, r.axis, tiled) is not None
-    return 0 if product or is_sequential(r, tiled - {r.axis}) else _size(free_axes(r.body), tiles)
+@functools.lru_cache(maxsize=256)
+def _tiles_of(e: Expr, tiled: frozenset[Axis]) -> _Tiles:
+    """What is asked for each choice of sides; the factors of a product are never multiplied out."""
+    over, sides = [free_axes(e)], factors(e)
+    shifted = None
+    if isinstance(e, Op) and any(as_product(e, axis, tiled) is not None for axis in free_axes(e)):
+        over = []
+    elif isinstance(e, Op) and (shifted := next((s for a in free_axes(e) if (s := as_shifted(e, a, tiled))), None)):
+        over, sides = [], [*shifted.product.left]
+    inside = reductions(e)
+    over += [free_axes(f) for f in (*sides, *inside)]
+    sheared = []
+    for r in inside:
+        own = tiled | {r.axis}
+        if (product := as_sheared(r.body, r.axis, own)) is not None:
+            sheared.append(product)
+        elif as_product(r.body, r.axis, own) is None and not is_sequential(r, tiled - {r.axis}):
+            over.append(free_axes(r.body))
+    sequential = tuple(r.axis for r in inside if is_sequential(r, tiled))
+    return _Tiles(sequential, tuple(dict.fromkeys(over)), shifted, tuple(sheared))
 
 
 def _size(axes: frozenset[Axis], tiles: dict[Axis, int]) -> int:

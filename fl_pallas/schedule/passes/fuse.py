@@ -134,21 +134,27 @@ def join_group(v: Value, group: list[Output]) -> Output | None:
     lead, *others = group
     features = dict.fromkeys(a for o in others for a in o.axes if a not in lead.axes)
     shared = {r for o in group for r in reductions(o.expr)}
-    if not {_what(r) for r in reductions(v.expr)} & {_what(r) for r in shared}:
+    own = [(r, _what(r)) for r in reductions(v.expr)]
+    alike = [(free_axes(r), free_axes(s)) for s, what in ((s, _what(s)) for s in shared) for r, w in own if w == what]
+    if not alike:
         return None
     best: tuple[tuple[int, int], Output] | None = None
     runs = [lead.axes[i:k] for i in range(len(lead.axes)) for k in range(i + 1, len(lead.axes) + 1)]
     runs += [(a,) for a in features]
-    choices = [[r for r in runs if math.prod(a.extent for a in r) == own.extent] + [()] for own in v.axes]
+    choices = [[r for r in runs if math.prod(b.extent for b in r) == a.extent] + [()] for a in v.axes]
     for pick in itertools.islice(itertools.product(*choices), MAX_RENAMINGS):
         used = [a for run in pick for a in run]
-        if len(set(used)) != len(used):
+        extra = math.prod(a.extent for run, a in zip(pick, v.axes, strict=True) if not run)
+        if len(set(used)) != len(used) or extra > MAX_FEATURES or (best and (len(own), -extra) <= best[0]):
             continue
-        fresh = (Axis(f"x{len(lead.axes) + i}_{len(group)}", own.extent) for i, own in enumerate(v.axes))
+        # Most ways are told apart by the axes of what may be shared, which is quicker than writing the value out.
+        places = dict(zip(v.axes, (frozenset(a for a in run if a.extent > 1) for run in pick), strict=True))
+        if not any(frozenset().union(*(places.get(a, {a}) for a in axes)) == of for axes, of in alike):
+            continue
+        fresh = (Axis(f"x{len(lead.axes) + i}_{len(group)}", a.extent) for i, a in enumerate(v.axes))
         candidate = renamed(v, tuple(run or (new,) for run, new in zip(pick, fresh, strict=True)))
-        extra = math.prod(own.extent for run, own in zip(pick, v.axes, strict=True) if not run)
         # What is shared must have no axis of its own: it would be computed once for each.
         score = sum(r in shared for r in reductions(candidate.expr))
-        if score and extra <= MAX_FEATURES and (best is None or (score, -extra) > best[0]):
+        if score and (best is None or (score, -extra) > best[0]):
             best = (score, -extra), candidate
     return best[1] if best else None
