@@ -48,6 +48,8 @@ class Recorded(DirectKernel):
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
+    # TorchDynamo asks once in a process for the GPU's properties: before it is told that there is none.
+    torch.compile(torch.neg, backend="eager")(torch.zeros(1))
     monkeypatch.setattr(Recorded, "made", [])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU.index)
     monkeypatch.setattr(launch, "_stream", lambda index: 7)
