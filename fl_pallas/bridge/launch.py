@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,14 @@ from .. import cache
 from ..capture.dtypes import torch_dtype
 from ..errors import Unsupported
 from ..kernels.blocks import ENGINE, Block
-from ..kernels.lower import ALIGNMENT, Lowered, lower
+from ..kernels.lower import ALIGNMENT, Lowered
 from ..kernels.sizes import Laid, Mismatch, generalise, laid, opened, programs_of, sizes_of
 from ..kernels.triton import contiguous, grid_size
-from ..schedule.plan import Choices, KernelPlan, fingerprint, operand_names
+from ..schedule.plan import Choices, KernelPlan, operand_names
 from .descriptors import Descriptors
-from .dlpack import float32_products, matmul_precision
+from .dlpack import float32_products
 from .layout import spec_of
+from .order import Order, alignment, lowered, order
 from .tuning import fastest
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ class Family:
 
     def __init__(self) -> None:
         self.members: list[_Member] = []
+        # What was compiled ahead of the call that will time it, by the key of its order.
+        self.fitted: dict[str, tuple[Fitted, ...]] = {}
         self.lock = threading.RLock()
 
     def launch(self, where: tuple[Any, ...], own: Laid, build: Build, index: int) -> _Launch:
@@ -140,20 +143,32 @@ class Family:
             for m in sorted(near, key=lambda m: -m.laid.sizes):
                 with contextlib.suppress(Mismatch):
                     return _given(m.launch, m.laid, own, index)
-            if torch.cuda.is_current_stream_capturing():  # see _given
-                return self._joined(where, own, build).launch
+            for kernel in self._wanted(near, own):
+                with contextlib.suppress(Mismatch):
+                    made = self._joined(where, kernel, build)
+                    return _given(made.launch, made.laid, own, index)
+        raise AssertionError("a kernel does what it was made for")
+
+    def missing(self, where: tuple[Any, ...], own: Laid) -> Laid | None:
+        """The kernel that `launch` would build; None if a member serves."""
+        with self.lock:
+            near = [m for m in self.members if m.where == where]
+            served = any(_alike(own, m.laid) for m in near)
+            return None if served else next(self._wanted(near, own))
+
+    def _wanted(self, near: Sequence[_Member], own: Laid) -> Iterator[Laid]:
+        """The kernels to build for `own`, the first that can be: of several sizes where it is known what varies."""
+        if not torch.cuda.is_current_stream_capturing():  # see _given
             if own.plan.minor:
                 with contextlib.suppress(Mismatch):
-                    made = self._joined(where, opened(own), build)
-                    return _given(made.launch, made.laid, own, index)
+                    yield opened(own)
             for m in near:
                 if not m.laid.sizes:
                     with contextlib.suppress(Mismatch):
                         # Where strides turned out less even than those of the first two, nothing more is supposed.
                         first = not any(_alike(m.laid, other.laid) for other in near if other.laid.sizes)
-                        made = self._joined(where, generalise(m.laid, own, units=first), build)
-                        return _given(made.launch, made.laid, own, index)
-            return self._joined(where, own, build).launch
+                        yield generalise(m.laid, own, units=first)
+        yield own
 
     def _joined(self, where: tuple[Any, ...], kernel: Laid, build: Build) -> _Member:
         launch, choices = build(kernel)
@@ -258,7 +273,7 @@ class DirectKernel:
         Raises: Unsupported.
         """
         kernel = laid(self.plan, tuple(map(spec_of, operands)))
-        return _lowered(kernel, [alignment(t.data_ptr()) for t in operands], ENGINE)
+        return lowered(kernel, [alignment(t.data_ptr()) for t in operands], ENGINE)
 
     def _place(self, operands: Sequence[torch.Tensor]) -> torch.device:
         device = next((t.device for t in operands if t.is_cuda), self._device)
@@ -287,54 +302,64 @@ class DirectKernel:
 
     def _built(self, operands: Sequence[torch.Tensor], index: int) -> _Launch:
         """Code for these operands: the family's, or new."""
+        aligned, own, where = self._laid(operands, index)
+
+        def build(kernel: Laid) -> tuple[_Launch, Choices]:
+            return self._compiled(order(kernel, aligned, index, self.tune), operands, own)
+
+        return self.family.launch(where, own, build, index)
+
+    def ahead(self, operands: Sequence[torch.Tensor]) -> Order | None:
+        """What the next call with operands like these will compile; None if nothing.
+
+        Args:
+          operands: on the kernel's device, or on none (PyTorch's "meta") where another kernel will make them.
+        """
+        device = self._place(operands)
+        if not self._programs or any(t.device.type not in (device.type, "meta") or t.is_neg() for t in operands):
+            return None
+        aligned, own, where = self._laid(operands, device.index)
+        kernel = self.family.missing(where, own)
+        made = None if kernel is None else order(kernel, aligned, device.index, self.tune)
+        return None if made is None or cache.read(made.key) is not None else made
+
+    def like_results(self) -> list[torch.Tensor]:
+        """Tensors without memory, that lie as what the kernel stores."""
+        layouts: Any = self._outputs  # of numbers, no sizes known at launch only
+        return [torch.empty_strided(shape, strides, dtype=dtype, device="meta") for shape, strides, dtype in layouts]
+
+    def _laid(self, operands: Sequence[torch.Tensor], index: int) -> tuple[tuple[int, ...], Laid, tuple[Any, ...]]:
+        """How operands lie: alignments, with the plan, and what kernels must share to serve each other."""
         aligned = tuple(alignment(t.data_ptr()) for t in operands)
-        own = laid(self.plan, tuple(map(spec_of, operands)))
-        where = (index, float32_products(), aligned)
-        return self.family.launch(
-            where, own, lambda kernel: self._compiled(kernel, operands, aligned, own, index), index
-        )
+        return aligned, laid(self.plan, tuple(map(spec_of, operands))), (index, float32_products(), aligned)
 
-    def _compiled(
-        self, kernel: Laid, operands: Sequence[torch.Tensor], aligned: Sequence[int], own: Laid, index: int
-    ) -> tuple[_Launch, Choices]:
+    def _compiled(self, wanted: Order, operands: Sequence[torch.Tensor], own: Laid) -> tuple[_Launch, Choices]:
         """The kernel as it was kept on disk, or made; and under which choice."""
-        from ..kernels.cubin import address, compile_kernel, hashing, kept_kernel, settings  # triton is not everywhere
+        from ..kernels.cubin import address, compile_kernel, kept_kernel
 
-        capability = _capability(index)
-        # Nothing can be timed while a CUDA graph is recorded.
-        tune = 1 if torch.cuda.is_current_stream_capturing() else max(1, min(self.tune, 1 + len(kernel.plan.others)))
-        where = torch.cuda.get_device_name(index) if tune > 1 else capability
-        layout = (kernel.operands, kernel.outputs, aligned)
-        precision = float32_products()
-        key = cache.key_of(fingerprint(kernel.plan), layout, precision, where, tune, settings())
-        kept = cache.read(key)
-        every = [replace(c, blocks=True) for c in (kernel.plan.choices, *kernel.plan.others)]
+        plan = wanted.kernel.plan
+        kept = cache.read(wanted.key)
+        every = [replace(c, blocks=True) for c in (plan.choices, *plan.others)]
         if kept is not None:
             lowered = Lowered.from_json(kept["lowered"])
-            code = kept_kernel(kept["code"]) or compile_kernel(lowered, capability)
-            return self._load(lowered, code, index), replace(every[kept["choice"]], blocks=kept["blocks"])
+            code = kept_kernel(kept["code"]) or compile_kernel(lowered, wanted.capability)
+            return self._load(lowered, code, wanted.index), replace(every[kept["choice"]], blocks=kept["blocks"])
 
-        hashing()  # it ends while kernels are lowered
-        made, launch = self._fitting(kernel, operands, aligned, own, index, tune)
+        made, launch = self._best(wanted, operands, own)
         number = every.index(replace(made.choices, blocks=True))
         entry = {"lowered": made.lowered.to_json(), "choice": number, "blocks": made.choices.blocks}
-        cache.write(key, {**entry, "code": address(launch.kernel)})
+        cache.write(wanted.key, {**entry, "code": address(launch.kernel)})
         return launch, made.choices
 
-    def _fitting(
-        self, kernel: Laid, operands: Sequence[torch.Tensor], aligned: Sequence[int], own: Laid, index: int, tune: int
-    ) -> tuple[Fitted, _Launch]:
-        """The kernel under the choice that is fastest of `tune`, or fits first; and its code."""
+    def _best(self, wanted: Order, operands: Sequence[torch.Tensor], own: Laid) -> tuple[Fitted, _Launch]:
+        """The kernel under the choice that is fastest, or fits first; and its code."""
         from ..kernels.cubin import compile_kernel
-        from ..kernels.fit import by_addresses, fitting
+        from ..kernels.fit import by_addresses, found_by_addresses
 
-        capability = _capability(index)
-
-        def lower(plan: KernelPlan) -> Lowered:
-            return _lowered(replace(kernel, plan=plan), aligned, capability)
+        kernel, index = wanted.kernel, wanted.index
 
         def loaded(made: Fitted) -> _Launch:
-            return self._load(made.lowered, compile_kernel(made.lowered, capability), index)
+            return self._load(made.lowered, compile_kernel(made.lowered, wanted.capability), index)
 
         def best(found: Sequence[tuple[Fitted, _Launch]]) -> tuple[Fitted, _Launch]:
             if len(found) == 1:
@@ -343,11 +368,13 @@ class DirectKernel:
             launches = [_given(v, general, own, index) for (_, v), general in zip(found, plans, strict=True)]
             return found[self._fastest(launches, operands, index)]
 
-        first = best([(f, loaded(f)) for f in fitting(kernel.plan, lower, capability, tune)])
-        if tune > 1 and first[0].lowered.blocks:
+        fitted = self.family.fitted.pop(wanted.key, None) or wanted.fitted()
+        first = best([(f, loaded(f)) for f in fitted if f.choices.blocks] or [(f, loaded(f)) for f in fitted])
+        if wanted.tune > 1 and first[0].lowered.blocks:
             # Short loops, and those that wait for memory, may be faster by addresses.
             with contextlib.suppress(Unsupported):
-                plain = by_addresses(first[0], kernel.plan, lower, capability)
+                plain = found_by_addresses(first[0], fitted)
+                plain = plain or by_addresses(first[0], kernel.plan, wanted.lowered, wanted.capability)
                 return best([(plain, loaded(plain)), first])
         return first
 
@@ -386,12 +413,6 @@ class DirectKernel:
         return _Launch(run, lowered.programs, (kernel.function, *hooks), kernel, blocks=blocks)
 
 
-def _capability(index: int) -> int:
-    """Compute capability of a device; 90 is sm_90."""
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor
-
-
 def _moved(operands: Sequence[torch.Tensor], which: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
     """Operands, `which` of them as the device can read them."""
     return [_readable(t, device) if n in which else t for n, t in enumerate(operands)]
@@ -402,20 +423,6 @@ def _readable(t: torch.Tensor, device: torch.device) -> torch.Tensor:
         # A copy would wait for the GPU, and could not be recorded in a CUDA graph.
         return torch.full((), t.item(), dtype=t.dtype, device=device)
     return t.to(device).resolve_neg()
-
-
-def _lowered(kernel: Laid, aligned: Sequence[int], capability: int) -> Lowered:
-    """Triton IR of a kernel, for operands at multiples of `aligned` bytes."""
-    engine = {n for n, a in enumerate(aligned) if a == ALIGNMENT} if capability >= ENGINE else frozenset()
-    made = lower(kernel.plan, kernel.operands, matmul_precision(False), kernel.outputs, kernel.sizes, engine)
-    # What PyTorch allocates, the array of sizes and the outputs, begins at multiples of more than that.
-    first = [ALIGNMENT] if kernel.sizes else []
-    return made.aligned([*first, *aligned, *[ALIGNMENT] * len(kernel.outputs)])
-
-
-def alignment(pointer: int) -> int:
-    """The largest power of two up to ALIGNMENT that divides an address."""
-    return min(pointer & -pointer, ALIGNMENT) or ALIGNMENT
 
 
 def _alike_check(operands: Sequence[torch.Tensor]) -> Callable[..., bool]:

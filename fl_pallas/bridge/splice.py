@@ -10,6 +10,8 @@ from torch.fx import GraphModule, Node
 from ..errors import Unsupported
 from ..schedule.passes.grow_regions import Region
 from ..schedule.plan import KernelPlan
+from .ahead import compile_ahead
+from .launch import DirectKernel
 
 Kernel = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
@@ -32,12 +34,26 @@ class RegionRunner:
         place = {n: k for k, n in enumerate((*self.operands, *(s.name for p in plans for s in p.stores)))}
         self._steps = [(kernel, [place[n] for n in group]) for kernel, group in zip(kernels, names, strict=True)]
         self._results = [place[n] for n in self.outputs]
+        self._is_new = len(kernels) > 1
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self._is_new:
+            self._is_new = False
+            self._compile(tensors)
         known = [*tensors]
         for kernel, places in self._steps:
             known += kernel([known[k] for k in places])
         return tuple([known[k] for k in self._results])
+
+    def _compile(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Several kernels are compiled side by side, before the first of them runs."""
+        known, calls = [*tensors], []
+        for kernel, places in self._steps:
+            if not isinstance(kernel, DirectKernel):
+                return
+            calls.append((kernel, [known[k] for k in places]))
+            known += kernel.like_results()
+        compile_ahead(calls)
 
 
 def splice(gm: GraphModule, runners: Sequence[RegionRunner]) -> GraphModule:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -50,14 +52,17 @@ def fitting(
       plan: with its choices, best first.
       lower: a plan to Triton IR.
       capability: compute capability of the device; 90 is sm_90.
-      count: how many are wanted; as many are compiled at once. With several, the first may come in two forms, and
-        each with as many registers as it asks for and with fewer, for tuning to tell.
+      count: how many are wanted; as many are compiled at once. With several, the first may come in two forms and by
+        addresses too, and each with as many registers as it asks for and with fewer, for tuning to tell.
 
     Raises: Unsupported if none compiles and fits shared memory.
     """
-    lowered = functools.cache(lambda choices: lower(plan.with_choices(choices)))
+    lowered = _lowered_once(plan, lower)
     first, *more = _forms(lowered(plan.choices), capability, count)
     waiting = [(plan.choices, form) for form in (first, *more)] + [(c, first) for c in plan.others]
+    if count > 1 and lowered(plan.choices).blocks:
+        more.append(first)
+        waiting.insert(1, (_without_blocks(plan.choices), first))
     count += len(more)
     fit: list[Fitted] = []
     tighter: list[Fitted] = []
@@ -73,12 +78,37 @@ def fitting(
                 continue
             first, *fewer = made
             (spilling if first.cubin.stack > SPILL else fit).append(first)
-            tighter += [f for f in fewer if f.cubin.stack <= SPILL]
+            tighter += [f for f in fewer if f.cubin.stack <= SPILL and f.choices.blocks]
     if fit:
         return (*fit, *(tighter if count > 1 else ()))
     if not spilling:
         raise refusal or Unsupported(plan.name, "it has no choices")
     return (min(spilling, key=lambda f: f.cubin.stack),)
+
+
+def _lowered_once(plan: KernelPlan, lower: Callable[[KernelPlan], Lowered]) -> Callable[[Choices], Lowered]:
+    """`lower` by choices: the same Triton IR for those that differ in warps and stages alone, which are Triton's."""
+    made: dict[Choices, Lowered] = {}
+    lock = threading.Lock()
+
+    def lowered(choices: Choices) -> Lowered:
+        tiles = replace(choices, warps=plan.choices.warps, stages=plan.choices.stages)
+        with lock:
+            if tiles not in made:
+                made[tiles] = lower(plan.with_choices(tiles))
+            return replace(made[tiles], warps=choices.warps, stages=choices.stages)
+
+    return lowered
+
+
+@functools.cache
+def _workers() -> ThreadPoolExecutor:
+    """As many kernels are compiled at once as there are processors, in whichever region they are."""
+    return ThreadPoolExecutor(os.cpu_count())
+
+
+# Threads do not live on in a forked process.
+os.register_at_fork(after_in_child=_workers.cache_clear)
 
 
 def _tried(
@@ -97,10 +127,7 @@ def _tried(
             return refusal
 
     batch = list(batch)
-    if len(batch) == 1:
-        return [one(batch[0])]
-    with ThreadPoolExecutor(len(batch)) as pool:
-        return list(pool.map(one, batch))
+    return [one(batch[0])] if len(batch) == 1 else list(_workers().map(one, batch))
 
 
 def _fitted(
@@ -129,12 +156,22 @@ def by_addresses(made: Fitted, plan: KernelPlan, lower: Callable[[KernelPlan], L
 
     Raises: Unsupported if it does not fit.
     """
-    choices = replace(made.choices, blocks=False)
+    choices = _without_blocks(made.choices)
     with off_the_terminal():
         fits = _fitted(plan.name, choices, made.in_place, lambda c: lower(plan.with_choices(c)), capability, ENOUGH)
     if fits[0].cubin.stack > max(SPILL, made.cubin.stack):
         raise Unsupported(plan.name, "it spills by addresses")
     return fits[0]
+
+
+def found_by_addresses(made: Fitted, fitted: Iterable[Fitted]) -> Fitted | None:
+    """A kernel without its blocks, if it is among those compiled already."""
+    choices = _without_blocks(made.choices)
+    return next((f for f in fitted if f.choices == choices and f.in_place == made.in_place), None)
+
+
+def _without_blocks(choices: Choices) -> Choices:
+    return replace(choices, blocks=False)
 
 
 def _forms(lowered: Lowered, capability: int, count: int) -> tuple[bool, ...]:

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from torch import Tensor
 
 import fl_pallas as fl
 from fl_pallas.bridge import launch
-from fl_pallas.bridge.launch import DirectKernel, alignment, unavailable
-from fl_pallas.kernels import cubin
+from fl_pallas.bridge.launch import DirectKernel, unavailable
+from fl_pallas.bridge.order import alignment
+from fl_pallas.kernels import cubin, fit
 from fl_pallas.kernels.cubin import address, compile_kernel, hashing, kept_kernel
+from fl_pallas.kernels.fit import fitting
 from fl_pallas.kernels.lower import Lowered
+from fl_pallas.schedule.plan import KernelPlan
 from tests.direct import compile_with
 
 CPU = torch.device("cpu")
@@ -214,3 +218,32 @@ def test_what_is_kept_is_not_compiled(
     monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
     built()
     assert len(counted) == 5, "Triton's settings are part of the key"
+
+
+def twice(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Three kernels: what rows are divided by, the sums of columns, and the results."""
+    p = torch.softmax(q @ k.mT, dim=-1)
+    return p @ v, (p / p.sum(-2, keepdim=True)) @ v
+
+
+def test_kernels_of_a_region_are_compiled_side_by_side(
+    recorded: list[Recorded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first of them is launched, and each once."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(fl.config, "cache", str(tmp_path))
+    happened: list[str] = []
+    waiting = threading.Barrier(3)
+
+    def fitted(plan: KernelPlan, *rest: Any) -> Any:
+        waiting.wait(60)  # for the others
+        happened.append("compiled")
+        return fitting(plan, *rest)
+
+    monkeypatch.setattr(fit, "fitting", fitted)
+    loaded = Compiled._load
+    monkeypatch.setattr(Compiled, "_load", lambda *a: happened.append("loaded") or loaded(*a))
+    compile_with(Compiled, twice)(*qkv())
+    assert len(recorded) == 3 and happened == ["compiled"] * 3 + ["loaded"] * 3
+    assert not any(kernel.family.fitted for kernel in recorded), "what was compiled has been taken"
