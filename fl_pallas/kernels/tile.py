@@ -67,6 +67,8 @@ UNROLL = 4
 CHUNK = 64
 # Least side of a matrix product.
 ROWS = 16
+# The least side of a tile that Triton takes to shared memory for a product without its sides being multiplied out.
+SWIZZLED = 8
 
 
 @dataclass(frozen=True)
@@ -702,7 +704,14 @@ class Evaluator:
         x = self._transposed(t, axes).array
         sides = [self.side(a) for a in axes]
         shape = (math.prod(sides[:split]), math.prod(sides[split:]))
-        return x.reshape(shape) if x.shape != shape else x
+        if x.shape == shape:
+            return x
+        if x.dtype.itemsize == 2 and min(sides) < SWIZZLED:
+            # Triton would take the tile to shared memory as it is, and fails ("Illegal shared layout"): it does not look
+            # through a change of type.
+            bits = lax.bitcast_convert_type(x, jnp.int16).reshape(shape)
+            return lax.bitcast_convert_type(bits, x.dtype)
+        return x.reshape(shape)
 
     def _transposed(self, t: Tile, axes: tuple[Axis, ...]) -> Tile:
         if t.axes == axes:

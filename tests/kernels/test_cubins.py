@@ -186,6 +186,22 @@ def test_pairs_are_a_row_of_features(name: str) -> None:
         assert made.choices == plan.choices and made.cubin.stack == 0
 
 
+def points(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Values that are points: four for each head, of three coordinates, which change places."""
+    return torch.einsum("hij,jhpc->ihcp", torch.softmax(q @ k.mT, dim=-1), v)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_few_features_in_two_dimensions(dtype: torch.dtype, capfd: pytest.CaptureFixture[str]) -> None:
+    """Triton would have the tile of values in shared memory by three dimensions: "Illegal shared layout"."""
+    q, k, v = torch.randn(4, SEQ, 16), torch.randn(4, SEQ, 16), torch.randn(SEQ, 4, 4, 3)
+    ((plan, lower),) = kernels_made(points, [t.to(dtype) for t in (q, k, v)])
+    for own, capability in ((by_addresses(plan), 80), (plan, 90)):
+        (made,) = fitting(own, lower, capability)
+        assert made.choices == own.choices and made.cubin.stack == 0
+    assert not capfd.readouterr().err
+
+
 # What ptxas of CUDA 12.8 made of the descriptors of a second product, and what of those of the first.
 WRONG = """
         /*18930*/                   UMOV UR10, UR8 ;
