@@ -707,8 +707,8 @@ class Evaluator:
         if x.shape == shape:
             return x
         if x.dtype.itemsize == 2 and min(sides) < SWIZZLED:
-            # Triton would take the tile to shared memory as it is, and fails ("Illegal shared layout"): it does not look
-            # through a change of type.
+            # Triton would take the tile to shared memory as it is, and fails ("Illegal shared layout"); it does not
+            # look through a change of type.
             bits = lax.bitcast_convert_type(x, jnp.int16).reshape(shape)
             return lax.bitcast_convert_type(bits, x.dtype)
         return x.reshape(shape)

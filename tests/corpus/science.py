@@ -98,6 +98,12 @@ def ipa(
     return out, out_pts.permute(2, 0, 3, 1), torch.matmul(a.transpose(0, 1), z)
 
 
+def vector_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """An equivariant attention: values are vectors of space, [s,h,c,3], and results [s,3,h,c]; q, k [s,h,d]."""
+    weights = torch.softmax(torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(q.shape[-1]), dim=-1)
+    return torch.einsum("hij,jhcx->ixhc", weights, v)
+
+
 def _differential(g: Draw) -> tuple[Tensor, ...]:
     q1, k1, q2, k2 = (g.normal(1, 2, g.seq, 16) for _ in range(4))
     return q1, k1, q2, k2, g.normal(1, 2, g.seq, 32), g.values(0.35)[0]
@@ -133,6 +139,10 @@ def _triangle(g: Draw) -> tuple[Tensor, ...]:
     return q, k, v, g.normal(n, n, 2), _mask(g, n, n), gate
 
 
+def _vector_values(g: Draw) -> tuple[Tensor, ...]:
+    return g.normal(g.seq, 2, 16), g.normal(g.seq, 2, 16), g.normal(g.seq, 2, 4, 3)
+
+
 def _ipa(g: Draw) -> tuple[Tensor, ...]:
     q, k, v = (g.normal(g.seq, 2, 16) for _ in range(3))
     q_pts, k_pts, v_pts = (g.normal(g.seq, 2, 4, 3) for _ in range(3))
@@ -154,4 +164,5 @@ CASES = (
     Case("triangle_ending", triangle_ending, lambda g: _triangle(g)[:4]),
     Case("ipa_scores", ipa_scores, _ipa_scores),
     Case("ipa", ipa, _ipa),
+    Case("vector_values", vector_values, _vector_values),
 )
