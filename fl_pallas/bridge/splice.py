@@ -12,6 +12,7 @@ from ..schedule.passes.grow_regions import Region
 from ..schedule.plan import KernelPlan
 from .ahead import compile_ahead
 from .launch import DirectKernel
+from .progress import progress
 
 Kernel = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
@@ -34,15 +35,26 @@ class RegionRunner:
         place = {n: k for k, n in enumerate((*self.operands, *(s.name for p in plans for s in p.stores)))}
         self._steps = [(kernel, [place[n] for n in group]) for kernel, group in zip(kernels, names, strict=True)]
         self._results = [place[n] for n in self.outputs]
-        self._is_new = len(kernels) > 1
+        self._is_new = any(isinstance(kernel, DirectKernel) for kernel in kernels)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self._is_new:
             self._is_new = False
-            self._compile(tensors)
+            return self._first(tensors)
         known = [*tensors]
         for kernel, places in self._steps:
             known += kernel([known[k] for k in places])
+        return tuple([known[k] for k in self._results])
+
+    def _first(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The first call, which compiles the kernels and times their choices."""
+        with progress(len(self._steps)) as count:
+            if len(self._steps) > 1:
+                self._compile(tensors)
+            known = [*tensors]
+            for kernel, places in self._steps:
+                known += kernel([known[k] for k in places])
+                count()
         return tuple([known[k] for k in self._results])
 
     def _compile(self, tensors: Sequence[torch.Tensor]) -> None:
