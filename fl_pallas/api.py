@@ -10,7 +10,7 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._C._functorch import maybe_current_level as functorch_level
@@ -65,7 +65,7 @@ def compile(
     fallback: str | None = None,
     road: str | None = None,
     interpret: bool | None = None,
-    tune: int | None = None,
+    tune: int | Literal["off"] | None = None,
     rest: str | None = None,
     dynamic: bool | None = None,
 ) -> Any:
@@ -78,8 +78,8 @@ def compile(
       fallback: "torch" runs what cannot be fused in PyTorch, with one warning; "error" raises Unsupported.
       road: "auto", "dlpack" (through JAX's runtime) or "direct" (launched on PyTorch's stream).
       interpret: run kernels in Pallas's interpreter; by default only for CPU tensors.
-      tune: how many choices of tiles, warps and stages are compiled and timed by the first call; 0 takes
-        the model's pick.
+      tune: how many choices of tiles, warps and stages are compiled and timed by the first call; "off"
+        or 0 takes the model's pick.
       rest: who computes what no kernel does: "inductor" (PyTorch's compiler, for fixed shapes), "eager", or "auto":
         Inductor on GPUs.
       dynamic: as torch.compile's: whether TorchDynamo takes sizes for variables from the first call on; False: never,

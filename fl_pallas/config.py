@@ -5,7 +5,7 @@
 | `fallback`  | `FL_FALLBACK`  | torch, error          | run in PyTorch what cannot be fused, or raise            |
 | `road`      | `FL_ROAD`      | auto, dlpack, direct  | how kernels are launched                                 |
 | `interpret` | `FL_INTERPRET` | auto, 0, 1            | Pallas's interpreter; auto: where there is no GPU        |
-| `tune`      | `FL_TUNE`      | a number              | choices timed for each kernel; 0: the model's pick       |
+| `tune`      | `FL_TUNE`      | a number, off         | choices timed for each kernel; off (0): the model's pick |
 | `rest`      | `FL_REST`      | auto, inductor, eager | who computes what no kernel does                         |
 | `cache`     | `FL_CACHE`     | a folder, off         | where compiled kernels are kept; empty: the user's cache |
 | `cache_mb`  | `FL_CACHE_MB`  | mebibytes             | how much of them is kept                                 |
@@ -38,12 +38,13 @@ _ALLOWED: dict[str, _Check] = {
     "fallback": _one_of("torch", "error"),
     "road": _one_of("auto", "dlpack", "direct"),
     "interpret": _one_of(None, False, True),
-    "tune": _count(64),
+    "tune": ("a whole number up to 64, or 'off'", _count(64)[1]),
     "rest": _one_of("auto", "inductor", "eager"),
     "cache": ("a folder or 'off'", lambda v: isinstance(v, str)),
     "cache_mb": _count(2**20),
     "verify": _one_of(False, True),
 }
+OFF = "off"
 _SWITCH = {"0": False, "1": True}
 _TEXT: dict[str, dict[str, bool | None]] = {"interpret": {"auto": None, **_SWITCH}, "verify": {**_SWITCH}}
 
@@ -64,6 +65,8 @@ class Config:
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _ALLOWED:
             raise ConfigError(f"no setting is called {name!r}; there are {', '.join(_ALLOWED)}")
+        if name == "tune" and value == OFF:
+            value = 0
         expected, allowed = _ALLOWED[name]
         if not allowed(value):
             raise ConfigError(f"{name}={value!r}: expected {expected}")
@@ -98,7 +101,7 @@ def from_environment() -> Config:
             if text not in values:
                 raise ConfigError(f"{variable}={text!r}: expected one of {', '.join(values)}")
             given[f.name] = values[text]
-        elif f.type == "int":
+        elif f.type == "int" and (f.name, text) != ("tune", OFF):
             if not text.isdecimal():
                 raise ConfigError(f"{variable}={text!r}: expected a whole number")
             given[f.name] = int(text)

@@ -496,6 +496,8 @@ def test_config_is_checked(settings: Any) -> None:
         fl.config.merged(fallbak="torch")
     with pytest.raises(fl.ConfigError, match="no setting is called 'colour'"):
         settings.colour = "red"
+    settings.tune = "off"
+    assert settings.tune == 0 and settings.merged(tune="off").tune == 0
 
 
 def test_config_is_followed(settings: Any) -> None:
@@ -537,8 +539,8 @@ def test_environment() -> None:
     assert done.stdout.startswith("Config(fallback='error', road='dlpack', interpret=True, tune=3"), done.stderr
     done = in_a_fresh_process(CONFIG_ALONE)
     assert done.stdout.startswith("Config(fallback='torch', road='auto', interpret=None, tune="), done.stderr
-    done = in_a_fresh_process(CONFIG_ALONE, FL_INTERPRET="auto", FL_VERIFY="0")
-    assert done.stdout.startswith("Config(fallback='torch', road='auto', interpret=None, tune="), done.stderr
+    done = in_a_fresh_process(CONFIG_ALONE, FL_INTERPRET="auto", FL_VERIFY="0", FL_TUNE="off")
+    assert done.stdout.startswith("Config(fallback='torch', road='auto', interpret=None, tune=0"), done.stderr
 
 
 PRECISION_SET = """
@@ -561,7 +563,14 @@ def test_precision_of_products_may_be_set_either_way(where: str) -> None:
 
 @pytest.mark.parametrize(
     "name, value",
-    [("FL_FALLBACK", "maybe"), ("FL_INTERPRET", "yes"), ("FL_ROAD", ""), ("FL_TUNE", "-1"), ("FL_VERIFY", "auto")],
+    [
+        ("FL_FALLBACK", "maybe"),
+        ("FL_INTERPRET", "yes"),
+        ("FL_ROAD", ""),
+        ("FL_TUNE", "-1"),
+        ("FL_VERIFY", "auto"),
+        ("FL_CACHE_MB", "off"),
+    ],  # fmt: skip
 )
 def test_bad_environment(name: str, value: str) -> None:
     done = in_a_fresh_process(CONFIG_ALONE, **{name: value})
