@@ -570,7 +570,7 @@ def test_precision_of_products_may_be_set_either_way(where: str) -> None:
         ("FL_TUNE", "-1"),
         ("FL_VERIFY", "auto"),
         ("FL_CACHE_MB", "off"),
-    ],  # fmt: skip
+    ],
 )
 def test_bad_environment(name: str, value: str) -> None:
     done = in_a_fresh_process(CONFIG_ALONE, **{name: value})
