@@ -37,6 +37,7 @@ from .errors import FallbackWarning, InputError, Unsupported
 from .explain import Explanation, Fallback, Graph, Stage
 from .kernels.triton import check_supported
 from .schedule.dtype import itemsize
+from .schedule.passes.hand_on import handed_on
 from .schedule.passes.joins import given_or_returned
 from .schedule.passes.keep import inner, keep
 from .schedule.passes.vanish import vanishing
@@ -231,12 +232,21 @@ class Backend:
         return self
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        settings = config.merged(**self.given)
+        settings, end = config.merged(**self.given), _early_end(gm)
 
         def made(gm: torch.fx.GraphModule) -> _Specialised:
-            return _Specialised(gm, example_inputs, settings, self.family, self.explanation)
+            return _Specialised(gm, example_inputs, settings, self.family, self.explanation, end)
 
         return _Numbered(gm, made) if has_numbers(gm) else made(gm)
+
+
+def _early_end(gm: torch.fx.GraphModule) -> str | None:
+    """Why TorchDynamo ends a captured graph before the function does, and at which line; None if it does not."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    line = f"at {reason.user_stack[-1].filename}:{reason.user_stack[-1].lineno}: " if reason.user_stack else ""
+    return line + reason.reason.splitlines()[0]
 
 
 class _Numbered:
@@ -272,8 +282,10 @@ class _Specialised:
         settings: Config,
         family: Family,
         explanation: Explanation | None,
+        end: str | None,
     ):
         self.gm, self.settings, self.family, self.explanation = gm, settings, family, explanation
+        self.end = end
         # TorchDynamo's guards hold everything fixed unless some size is symbolic.
         self.fixed = not any(map(_is_symbolic, examples))
         self.only: Callable[..., Any] | None = None
@@ -440,6 +452,9 @@ class _Specialised:
         made = _scheduled(aten, args, self.settings, history, known)
         rest = self.fixed and _has_inductor(_device(args), self.settings)
         run, made, left = _realised(aten, made, args, self.settings, self.family, found, rest)
+        if self.end is not None and not found and name != "backward" and (v := handed_on(made.program)) is not None:
+            why = f"TorchDynamo ends the graph before what reads it ({self.end})"
+            found.append(Fallback(v.op, why, v.where, _nbytes(v), fused=bool(made.regions)))
         self._tell(Graph(made, tuple(found), tuple(history), tuple(sorted(left.items())), name))
         return run or otherwise.forward, made
 

@@ -754,6 +754,44 @@ def test_graph_break() -> None:
     assert fused(f, *qkv()) == 2
 
 
+def printing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = (q @ k.mT).masked_fill(torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1), -1e9)
+    print("between")
+    return torch.softmax(scores, -1) @ v
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_scores_that_a_graph_break_hands_on_are_told(training: bool, unwarned: None) -> None:
+    """TorchDynamo cannot trace what stands between the scores and their softmax: two graphs, nothing is fused."""
+    x = [t.requires_grad_(training) for t in qkv()]
+    with pytest.warns(
+        fl.FallbackWarning, match=r"TorchDynamo ends the graph .*test_api.py:\d+: .*materialised.*q @ k.mT"
+    ):
+        run_and_check(printing, fl.compile(printing), x)
+    torch._dynamo.reset()
+    with pytest.raises(fl.Unsupported, match="TorchDynamo ends the graph before"):
+        fl.compile(printing, fallback="error")(*x)
+
+
+def test_a_graph_break_hands_on_what_is_no_score(unwarned: None) -> None:
+    """The layer of a model, and a result: neither is anything that would have been fused with what follows."""
+
+    def layers(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        wide = x @ up
+        print("between")
+        return torch.relu(wide) @ down
+
+    def after(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = attention(q, k, v)
+        print("between")
+        return out * 2
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fl.FallbackWarning)
+        fl.compile(layers, fallback="error")(torch.randn(4, 32, 16), torch.randn(16, 64), torch.randn(64, 16))
+        run_and_check(after, fl.compile(after, fallback="error"), qkv())
+
+
 def test_random_numbers() -> None:
     """What no kernel draws stays PyTorch's: the same seed gives the same numbers."""
 
