@@ -127,3 +127,36 @@ def test_rows_and_columns_of_one_gradient(device: torch.device) -> None:
     """
     inputs = draw((2, 65, 96), (2, 65, 4), (4,), (32, 32), dtype=torch.bfloat16, device=device)
     check_gradients(forgetting, fl.compile(forgetting), inputs)
+
+
+FILLS = {
+    "number": lambda s, seen, fill: torch.where(seen, s, fill),
+    "masked_fill": lambda s, seen, fill: s.masked_fill(~seen, fill),
+    "row": lambda s, seen, fill: torch.where(seen, s, fill.expand(s.shape[-2], 1)),
+    "scaled": lambda s, seen, fill: torch.where(seen, s * 4, fill) / 4,
+    "maximum": lambda s, seen, fill: torch.maximum(torch.where(seen, s, -torch.inf), fill),
+    "rows": lambda s, seen, fill: s + torch.where(seen[:, :1], 0, fill),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", FILLS)
+def test_fills_that_are_tensors(how: str, dtype: torch.dtype, device: torch.device) -> None:
+    """The lowest number as a tensor, GPT-2's buffer: where the first tile of a row sees nothing, the difference of two
+    of them is 0, and not what rounding leaves of one."""
+    documents = torch.arange(100, device=device) // 45
+    seen = documents[:, None] == documents
+    fill = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device)
+
+    def f(q: Tensor, k: Tensor, v: Tensor, fill: Tensor) -> Tensor:
+        return FILLS[how](q @ k.mT / 4, seen, fill).softmax(-1) @ v
+
+    q, k, v = (torch.randn(1, 100, 16, dtype=dtype, device=device).requires_grad_() for _ in range(3))
+    out = fl.compile(f, fallback="error")(q, k, v, fill)
+    wanted = f(q.float(), k.float(), v.float(), fill.float())
+    assert (out - wanted).norm() <= 0.02 * wanted.norm()
+    tangent = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, [q, k, v], tangent)
+    expected = torch.autograd.grad(wanted, [q, k, v], tangent.float())
+    for mine, true in zip(gradients, expected, strict=True):
+        assert (mine - true).norm() <= 0.03 * true.norm()

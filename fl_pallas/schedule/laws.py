@@ -296,9 +296,21 @@ def holds_large(e: Expr) -> bool:
 
 
 def reads_beyond(e: Expr, reference: Expr) -> bool:
-    """Whether data along axes that `reference` lacks is among the terms of `e`, other than in sums (masks come so)."""
+    """Whether data that a mask may have made large is among the terms of `e`, other than in sums: data along axes that
+    `reference` lacks, or what is added to scores or put in their place."""
     own = free_axes(reference)
-    return any(isinstance(n, Load) and is_float(n.dtype) and not free_axes(n) <= own for n in _terms(e))
+    beyond = (n for n in _terms(e) if isinstance(n, Load) and is_float(n.dtype) and not free_axes(n) <= own)
+    return _is_filled(e) or next(beyond, None) is not None
+
+
+def _is_filled(e: Expr) -> bool:
+    """Whether data is added to `e`, or put in the place of some of it; a factor (a temperature, a slope) is not."""
+    if isinstance(e, Op) and is_float(e.dtype):
+        if e.name in ("mul", "div"):
+            return any(_is_filled(a) for a in e.args if not isinstance(a, Load))
+        chosen = e.args[1:] if e.name == "select" else e.args
+        return e.name in ("select", "add", "sub", "max", "min", "neg", "cast") and any(map(_is_filled, chosen))
+    return isinstance(e, Load) and is_float(e.dtype)
 
 
 def _terms(e: Expr) -> Iterator[Expr]:

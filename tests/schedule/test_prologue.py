@@ -110,3 +110,14 @@ def test_a_backward_pass_is_two_kernels(fn: Callable) -> None:
 @pytest.mark.parametrize("fn", [causal, gated])
 def test_gradients(fn: Callable, dtype: torch.dtype, device: torch.device) -> None:
     check_gradients(fn, fl.compile(fn), [t.detach().to(device) for t in inputs(dtype)])
+
+
+def test_what_is_computed_for_rows_is_a_number(device: torch.device) -> None:
+    """The normaliser of xLSTM: which of two is larger is asked in loops, and was stored for them as a number."""
+
+    def mlstm(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+        scores = q @ k.mT
+        return scores / torch.maximum(scores.sum(-1, keepdim=True).abs(), torch.exp(-g)) @ v
+
+    inputs = [torch.randn(1, 33, width, device=device) for width in (16, 16, 16, 1)]
+    check_gradients(mlstm, fl.compile(mlstm, fallback="error"), inputs)

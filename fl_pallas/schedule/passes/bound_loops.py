@@ -114,9 +114,7 @@ def _unless(e: Expr, identity: float, finite: frozenset[str]) -> Expr:
         if e.name in ("add", "sub"):
             right = unless(b, identity if e.name == "add" else -identity, (a,))
             return either("and", unless(a, identity, (b,)), right)
-        if e.name == "mul" and isinstance(b, Const) and b.value > 0 or e.name == "div" and isinstance(b, Const):
-            return unless(a, identity) if b.value > 0 else TRUE
-        return TRUE
+        return unless(a, identity) if _is_positive(b) else TRUE
     if identity == 0.0:
         if e.name in ("neg", "cast", "abs"):
             return unless(e.args[0], 0.0)
@@ -125,6 +123,13 @@ def _unless(e: Expr, identity: float, finite: frozenset[str]) -> Expr:
         if e.name in ("add", "sub"):
             return either("or", unless(e.args[0], 0.0), unless(e.args[1], 0.0))
     return TRUE
+
+
+def _is_positive(e: Expr) -> bool:
+    """Whether `e` is one of several positive numbers."""
+    if isinstance(e, Op) and e.name == "select":
+        return all(map(_is_positive, e.args[1:]))
+    return isinstance(e, Const) and e.value > 0
 
 
 def _is_finite(e: Expr, finite: frozenset[str]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..build import substitute
-from ..dtype import itemsize
+from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Index, Op, Reduce, free_axes, index, load, loads, walk
 from . import choose
 from .fuse import Fused, Output
@@ -53,9 +53,9 @@ def tabulate(first: tuple[Fused, ...], groups: tuple[Fused, ...], name: str, com
 
 
 def _is_costly(e: Expr) -> bool:
-    """Whether `e` is costly, and made of loads of which one has all its axes."""
+    """Whether `e` is a costly number, and made of loads of which one has all its axes."""
     nodes = list(walk(e))
-    if not isinstance(e, Op) or any(isinstance(n, Reduce) for n in nodes):
+    if not isinstance(e, Op) or not is_float(e.dtype) or any(isinstance(n, Reduce) for n in nodes):
         return False
     costly = any(isinstance(n, Op) and n.name in COSTLY for n in nodes)
     return costly and len(free_axes(e)) == len(_order(e)) > 0
