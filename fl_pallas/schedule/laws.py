@@ -304,9 +304,10 @@ def reads_beyond(e: Expr, reference: Expr) -> bool:
 
 
 def _is_filled(e: Expr) -> bool:
-    """Whether data is added to `e`, or put in the place of some of it; a factor (a temperature, a slope) is not."""
+    """Whether data is added to `e`, or put in the place of some of it; a factor (a temperature, a slope) is not, nor
+    what is taken from all (a row's maximum is as large as what it is of)."""
     if isinstance(e, Op) and is_float(e.dtype):
-        if e.name in ("mul", "div"):
+        if e.name in ("mul", "div") or e.name == "sub" and isinstance(e.args[1], Load):
             return any(_is_filled(a) for a in e.args if not isinstance(a, Load))
         chosen = e.args[1:] if e.name == "select" else e.args
         return e.name in ("select", "add", "sub", "max", "min", "neg", "cast") and any(map(_is_filled, chosen))
