@@ -232,6 +232,16 @@ def test_retained_graph() -> None:
         same(torch.autograd.grad(out, x, t, retain_graph=True), torch.autograd.grad(attention(*x), x, t))
 
 
+def test_gradients_inside() -> None:
+    """TorchDynamo, within a compiled function, looks at what autograd calls."""
+
+    def force(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.autograd.grad(attention(q, k, v).square().sum(), q)[0] / 2
+
+    x = qkv()
+    same([fl.compile(force)(*x)], [force(*x)])
+
+
 @pytest.mark.parametrize("asked", ["q", "k", "v", "qk", "qv"])
 def test_some_inputs_require_gradients(asked: str) -> None:
     x = dict(zip("qkv", (t.detach() for t in qkv())))

@@ -77,7 +77,9 @@ def _function(forward_pass: Boxed, backward_pass: Boxed, strides: tuple[tuple[in
             ctx.save_for_backward(*saved)
             return results
 
+        # TorchDynamo looks at what runs within a compiled function, as a call of torch.autograd.grad there does.
         @staticmethod
+        @torch.compiler.disable
         def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
             given = [*ctx.saved_tensors, *map(_laid, tangents, strides)]
             if torch.is_grad_enabled():

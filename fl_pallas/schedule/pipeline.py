@@ -23,8 +23,9 @@ from .passes.group_rows import group_features, group_rows
 from .passes.grow_regions import Region, Rejected
 from .passes.hold import hold
 from .passes.interchange import interchange
-from .passes.lay_out import lay_out
+from .passes.lay_out import lay_out, lay_out_results
 from .passes.look_up import look_up
+from .passes.once import once
 from .passes.part import Kernel, part_outputs, ways_to_part
 from .passes.picked import picked
 from .passes.places import places
@@ -34,6 +35,7 @@ from .passes.share import lend, loading, share
 from .passes.skip_tiles import skip_tiles
 from .passes.split_loop import split_loop
 from .passes.split_reductions import split_reductions
+from .passes.split_sums import split_sums
 from .passes.stream import parallel_axes, stream
 from .passes.strength import by_element, without_divisions
 from .passes.tabulate import tabulate
@@ -143,7 +145,7 @@ def schedule(
         for part in made.parts:
             record("cut", partial(fused_text, part))
         shapes |= made.shapes
-        plans = into_prologues(made.plans, region.outputs)
+        plans = lay_out_results(into_prologues(made.plans, region.outputs), region.outputs)
         for plan in plans:
             if verify:
                 verify_plan(plan)
@@ -200,7 +202,7 @@ def _made(
             shapes[storing.name] = storing.stores[0].shape
         for group in apart:
             plans += _planned(group, held, f"{name}_k", len(plans), compute, shapes, target)
-    return _Made(parts, tuple(plans), tuple(between), shapes)
+    return _Made(parts, tuple(once(plans, region.outputs)), tuple(between), shapes)
 
 
 def _planned(
@@ -232,7 +234,8 @@ def _planned(
     for kernel in kernels:
         *tables, plan = skip_tiles(replace(kernel, name=f"{name}{number + len(plans)}"))
         *copies, plan = lay_out(plan, shapes)
-        plans.extend((*tables, *copies, *split_loop(plan, f"{name}{number + len(plans) + 1}", target)))
+        split = split_loop if plan.loops else split_sums
+        plans.extend((*tables, *copies, *split(plan, f"{name}{number + len(plans) + 1}", target)))
         shapes |= {s.name: s.shape for made in plans for s in made.stores}
     return plans
 

@@ -91,3 +91,40 @@ def test_a_bias_is_turned_for_many_programs(monkeypatch: pytest.MonkeyPatch) -> 
 def test_gradients_by_a_turned_bias(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     monkeypatch.setattr(laying, "LAUNCH", 0)
     check_gradients(biased, fl.compile(biased), [t.detach() for t in shared_bias(17, device)])
+
+
+# --- what is stored ---------------------------------------------------------------------------------
+
+
+def heads_last(q: torch.Tensor, k: torch.Tensor, z: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Weights [i, j, h] of pair values [i, j, c]: results [i, h, c], and a bias [i, j, h]."""
+    scores = torch.einsum("ihc,jhc->ijh", q, k) / 4 + bias
+    return torch.einsum("ijh,ijc->ihc", scores.softmax(1), z)
+
+
+def of_pairs(n: int, device: torch.device | str = "cpu") -> list[torch.Tensor]:
+    q, k = (torch.randn(n, 6, 16, device=device) for _ in range(2))
+    return [q, k, torch.randn(n, n, 16, device=device), torch.randn(n, n, 6, device=device)]
+
+
+def stored(n: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of what kernels of the backward pass store, by name."""
+    with unrun():
+        wanted = [t.requires_grad_() for t in of_pairs(n)]
+        return {s.name: s.shape for p in fl.explain(heads_last, *wanted).graphs[1].kernels for s in p.stores}
+
+
+def test_heads_innermost_are_stored_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient of the bias is copied to where it belongs; weights for another kernel lie as they are made."""
+    monkeypatch.setattr(laying, "LAUNCH", 2**10)
+    shapes = stored(64)
+    (turned,) = (name for name, shape in shapes.items() if shape == (64, 64, 6))
+    assert [shape for name, shape in shapes.items() if name.endswith(f"_{turned}")] == [(6, 64, 64)]
+    assert [shape for name, shape in shapes.items() if name.startswith("r0_w")] == [(6, 64, 64)]
+    monkeypatch.setattr(laying, "LAUNCH", 2**40)
+    assert not [name for name in stored(64) if name.endswith(f"_{turned}")]
+
+
+def test_gradients_that_are_stored_apart(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(laying, "LAUNCH", 0)
+    check_gradients(heads_last, fl.compile(heads_last), of_pairs(37, device))

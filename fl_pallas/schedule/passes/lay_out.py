@@ -5,19 +5,22 @@ After: a small kernel stores `copy[h, x0, j0]`, and tiles are runs of it.
 
 Before: many programs read tiles `bias[j0, x0]`, their rows last: each is turned in shared memory, with barriers.
 After: they read a `copy[x0, j0]`.
+
+Before: the program of a head stores a tile of `grad[x0, x1, h]`: every element in another sector, which is read and
+written once for each head. After: it stores `tiles[h, x0, x1]`, for other kernels to read, or to be copied.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import replace
 
 from ..build import rewrite
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Index, Load, free_axes, index, load, loads
 from ..inner import factors, power_of_two
-from ..plan import Accumulator, Choices, KernelPlan, Loop, Step, Store
+from ..plan import Accumulator, Choices, KernelPlan, Loop, Step, Store, bounds_of, expressions, operand_names
 
 # What memory hands over at once, bytes.
 SECTOR = 32
@@ -45,7 +48,7 @@ def lay_out(plan: KernelPlan, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Ke
         order = _better_order(node, plan, shapes[node.source])
         if order is not None and node.source not in orders:
             name = f"{plan.name}_c{len(copies)}"
-            copies.append(_copying(node, name, shapes[node.source], order))
+            copies.append(_copying(node.source, node.dtype, name, shapes[node.source], order))
             orders[node.source] = name, order
             notes.append(f"{node.source} is copied to {name}, for its tiles lie scattered")
 
@@ -58,6 +61,62 @@ def lay_out(plan: KernelPlan, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Ke
     return (*copies, replace(rewritten(plan, rule), notes=(*plan.notes, *notes)) if copies else plan)
 
 
+def lay_out_results(plans: Sequence[KernelPlan], results: Collection[str]) -> list[KernelPlan]:
+    """Kernels in the order in which they run → the same, what they store lying as tiles do where that pays, and kernels
+    that copy it.
+
+    Args:
+      results: names of what is stored for others than these kernels, and has to lie as its axes say.
+    """
+    made = list(plans)
+    fixed = {n.source for p in plans for loop in p.loops for e in bounds_of(loop) if e is not None for n in loads(e)}
+    for name in [s.name for p in plans for s in p.stores if not s.dims]:
+        at, store = next((k, s) for k, p in enumerate(made) for s in p.stores if s.name == name)
+        plain = tuple(range(len(store.axes)))
+        order = tuple(sorted(plain, key=lambda k: made[at].choices.tile(store.axes[k]) != 1))
+        if name in results:
+            if _is_scattered(store.index, store.shape, store.dtype, math.prod(store.shape), made[at]):
+                made[at : at + 1] = _copied(made[at], store, order)
+        elif name not in fixed and _touched(made, store, order) < _touched(made, store, plain):
+            made = [_reordered(p, store, order) for p in made]
+    return made
+
+
+def _copied(plan: KernelPlan, store: Store, order: tuple[int, ...]) -> tuple[KernelPlan, KernelPlan]:
+    """A kernel that stores something with its dimensions in another order, and the one that copies it."""
+    tiles = replace(store, name=f"{plan.name}_{store.name}", axes=tuple(store.axes[k] for k in order))
+    back = tuple(map(order.index, range(len(order))))
+    copying = _copying(tiles.name, store.dtype, f"{tiles.name}_c", tiles.shape, back)
+    copying = replace(copying, stores=(replace(copying.stores[0], name=store.name),))
+    note = f"{store.name} is stored as {tiles.name} and copied, for its tiles lie scattered"
+    stores = tuple(tiles if s is store else s for s in plan.stores)
+    return replace(plan, stores=stores, notes=(*plan.notes, note)), copying
+
+
+def _touched(plans: Sequence[KernelPlan], stored: Store, order: tuple[int, ...]) -> int:
+    """Bytes of the sectors that kernels touch to store and read a tensor with its dimensions in this order."""
+    shape, total = tuple(stored.shape[k] for k in order), 0
+    for plan in plans:
+        nodes = dict.fromkeys(n for e in expressions(plan) for n in loads(e) if n.source == stored.name)
+        places = [(s.index, math.prod(s.shape)) for s in plan.stores if s.name == stored.name]
+        places += [(n.index, _elements_read(n, plan)) for n in nodes]
+        total += sum(n * _apart([at[k] for k in order], shape, itemsize(stored.dtype), plan) for at, n in places)
+    return total
+
+
+def _reordered(plan: KernelPlan, stored: Store, order: tuple[int, ...]) -> KernelPlan:
+    """A plan with the dimensions of a tensor in another order where it is stored and read."""
+
+    def rule(n: Expr) -> Expr:
+        if not isinstance(n, Load) or n.source != stored.name:
+            return n
+        return load(n.source, tuple(n.index[k] for k in order), n.dtype)
+
+    turned = replace(stored, axes=tuple(stored.axes[k] for k in order))
+    plan = replace(plan, stores=tuple(turned if s.name == stored.name else s for s in plan.stores))
+    return rewritten(plan, rule) if stored.name in operand_names(plan) else plan
+
+
 def _bodies(plan: KernelPlan) -> list[Expr]:
     """What is evaluated most often: the steps of the loops; the stores of a plan without any."""
     steps = [s for loop in plan.loops for s in loop.steps]
@@ -66,17 +125,34 @@ def _bodies(plan: KernelPlan) -> list[Expr]:
 
 def _better_order(node: Load, plan: KernelPlan, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """The dimensions of a loaded tensor in a better order, innermost last; None if a copy would not pay."""
-    single = {a for a in plan.grid if plan.choices.tile(a) == 1}
-    wide = [k for k, i in enumerate(node.index) if free_axes(i) - single]
+    wide = _dimensions_of_tiles(node.index, plan)
     if len(wide) < 2 or not is_float(node.dtype):
         return None
     streamed = {loop.axis for loop in plan.loops}
     inner = sorted(wide, key=lambda k: bool(free_axes(node.index[k]) & streamed))
     size, numel, read = itemsize(node.dtype), math.prod(shape), _elements_read(node, plan)
-    apart = min(SECTOR, size * math.prod(shape[wide[-1] + 1 :]))
-    is_scattered = read * apart > read * size + 2 * numel * size + LAUNCH
+    is_scattered = _is_scattered(node.index, shape, node.dtype, read, plan)
     is_turned = inner != wide and _joins_rows(node, plan, streamed) and read >= max(OFTEN * numel, LAUNCH // size)
     return (*(k for k in range(len(shape)) if k not in wide), *inner) if is_scattered or is_turned else None
+
+
+def _dimensions_of_tiles(at: Sequence[Expr], plan: KernelPlan) -> list[int]:
+    """The dimensions, by their indices, of which a program has more than one element."""
+    single = {a for a in plan.grid if plan.choices.tile(a) == 1}
+    return [k for k, i in enumerate(at) if free_axes(i) - single]
+
+
+def _apart(at: Sequence[Expr], shape: Sequence[int], size: int, plan: KernelPlan) -> int:
+    """Bytes of memory that are touched for an element of `size` bytes in a tile."""
+    wide = _dimensions_of_tiles(at, plan)
+    return min(SECTOR, size * math.prod(shape[wide[-1] + 1 :])) if wide else size
+
+
+def _is_scattered(at: Sequence[Expr], shape: Sequence[int], dtype: str, elements: int, plan: KernelPlan) -> bool:
+    """Whether touching so many elements, a tile at a time, takes longer than it does where tiles are runs, and a
+    copy."""
+    size, numel = itemsize(dtype), math.prod(shape)
+    return elements * (_apart(at, shape, size, plan) - size) > 2 * numel * size + LAUNCH
 
 
 def _joins_rows(node: Load, plan: KernelPlan, streamed: Set[Axis]) -> bool:
@@ -94,7 +170,7 @@ def _elements_read(node: Load, plan: KernelPlan) -> int:
     return math.prod(a.extent for a in own) * math.prod(again)
 
 
-def _copying(node: Load, name: str, shape: tuple[int, ...], order: tuple[int, ...]) -> KernelPlan:
+def _copying(source: str, dtype: str, name: str, shape: tuple[int, ...], order: tuple[int, ...]) -> KernelPlan:
     """The kernel that copies a tensor with its dimensions in another order."""
     axes = [Axis(f"x{k}", n) for k, n in enumerate(shape)]
     tiles = dict.fromkeys(axes, 1)
@@ -102,7 +178,7 @@ def _copying(node: Load, name: str, shape: tuple[int, ...], order: tuple[int, ..
     last = axes[order[-1]]
     tiles[last] = min(power_of_two(last.extent), COPIED_AT_ONCE // tiles[axes[-1]])
     grid = tuple(axes[k] for k in order)
-    store = Store(name, grid, node.dtype, load(node.source, tuple(map(index, axes)), node.dtype))
+    store = Store(name, grid, dtype, load(source, tuple(map(index, axes)), dtype))
     used = tuple(a for a in grid if a.extent > 1)
     choices = Choices(tuple((a, tiles[a]) for a in used), warps=4, stages=1)
     return KernelPlan(name, used, (), (), (store,), "f32", choices)

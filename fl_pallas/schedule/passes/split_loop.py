@@ -48,16 +48,14 @@ def split_loop(plan: KernelPlan, merger: str, target: Target) -> tuple[KernelPla
         for s in loop.steps
         for held in (held_type(s, plan.compute),)
     )
-    note = (
-        f"the loop is split into {parts} parts, for {_programs(plan)} programs leave processors idle; {merger} merges"
-    )
+    note = note_of_parts("the loop", parts, programs_of(plan), merger)
     first = replace(
         plan,
         grid=(axis, *plan.grid),
         loops=(replace(loop, parts=axis),),
         stores=kept,
-        choices=_with_part(plan.choices, axis),
-        others=tuple(_with_part(c, axis) for c in plan.others),
+        choices=with_part(plan.choices, axis),
+        others=tuple(with_part(c, axis) for c in plan.others),
         notes=(*plan.notes, note),
     )
     return first, _merging(plan, merger, loop, axis, names)
@@ -67,7 +65,7 @@ def number_of_parts(plan: KernelPlan, target: Target) -> int:
     """How many programs should share the plan's loop: a power of two; 1 where it is better left whole."""
     if len(plan.loops) != 1:
         return 1
-    programs = _programs(plan)
+    programs = programs_of(plan)
     few, half = FEW * programs <= target.processors, HALF * programs <= target.processors
     extent = plan.loops[0].axis.extent
     if programs >= target.processors or extent < (MIN_EXTENT_OF_HALF if half else MIN_EXTENT):
@@ -93,12 +91,19 @@ def _is_heavy(plan: KernelPlan) -> bool:
     )
 
 
-def _programs(plan: KernelPlan) -> int:
+def programs_of(plan: KernelPlan) -> int:
+    """How many programs run a kernel under its first choice."""
     return math.prod(-(-a.extent // (plan.choices.tile(a) or 1)) for a in plan.grid)
 
 
-def _with_part(choices: Choices, axis: Axis) -> Choices:
+def with_part(choices: Choices, axis: Axis) -> Choices:
+    """Choices for a kernel that has one more axis, of parts."""
     return replace(choices, tiles=((axis, 1), *choices.tiles))
+
+
+def note_of_parts(what: str, parts: int, programs: int, merger: str) -> str:
+    """What fl.explain says of it."""
+    return f"{what} is split into {parts} parts, for {programs} programs leave processors idle; {merger} merges"
 
 
 def _merging(plan: KernelPlan, name: str, loop: Loop, axis: Axis, names: dict[str, str]) -> KernelPlan:
