@@ -17,8 +17,10 @@ from .problem import Problem, nbytes
 
 Call = Callable[[], Any]
 
-# Written before each timed call: twenty times the L2 cache, and long enough to hide the call's host time.
+# Written before each timed call: twenty times the L2 cache.
 FLUSH_BYTES = 2**30
+# How much longer than a call's host time the GPU is kept busy before its first kernel, and writes for that, at most.
+MARGIN, MAX_FLUSHES = 1.5, 16
 MATMUL = 8192
 COPY_BYTES = 2**30
 
@@ -29,21 +31,36 @@ def synchronize(device: torch.device) -> None:
 
 
 def kernel_ms(call: Call, device: torch.device, seconds: float = 0.2) -> float:
-    """Median time of a call on the GPU, with an empty L2 cache; on a CPU its wall time. 5 to 50 calls."""
+    """Median time of a call on the GPU, with an empty L2 cache, and no waiting for the host; on a CPU its wall time.
+    5 to 50 calls.
+    """
     if device.type != "cuda":
         return wall_ms(call, device, 3)
     call()
-    first = _gpu_ms(call, device, 3)
+    flushes = _flushes(call, device)
+    first = _gpu_ms(call, device, 3, flushes)
     count = int(min(50, max(5, seconds * 1e3 / statistics.median(first))))
-    return statistics.median(_gpu_ms(call, device, count))
+    return statistics.median(_gpu_ms(call, device, count, flushes))
 
 
-def _gpu_ms(call: Call, device: torch.device, count: int) -> list[float]:
+def _flushes(call: Call, device: torch.device) -> int:
+    """How often to write before a call so that the host has launched all of it before the GPU begins."""
+    flush = _flush(device)
+    (written,) = _gpu_ms(flush.zero_, device, 1, 1)
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    host = 1e3 * (time.perf_counter() - start)
+    return min(MAX_FLUSHES, 1 + int(MARGIN * host / written))
+
+
+def _gpu_ms(call: Call, device: torch.device, count: int, flushes: int) -> list[float]:
     flush = _flush(device)
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
     torch.cuda.synchronize(device)
     for start, stop in events:
-        flush.zero_()
+        for _ in range(flushes):
+            flush.zero_()
         start.record()
         call()
         stop.record()

@@ -9,23 +9,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..build import op, reduce, select, substitute
-from ..expr import Axis, Expr, Reduce, children, const, free_axes, index, load, ref
-from ..inner import is_sequential
+from ..expr import Axis, Expr, Reduce, children, const, free_axes, index, load, reductions, ref
+from ..inner import is_matrix_product, is_sequential
 from ..plan import Accumulator, Choices, KernelPlan, Loop, Store, held_dtype
 from ..target import Target
 from .split_loop import MERGED_AT_ONCE, WAVES, note_of_parts, programs_of, with_part
 
-# Least indices of a part: a program has its first loads to wait for.
-MIN_PART = 16
+# Least indices of a part, for a program has its first loads to wait for: where each takes products of matrices, and
+# where it does not.
+MIN_PART, MIN_LIGHT_PART = 16, 256
 
 
 def split_sums(plan: KernelPlan, merger: str, target: Target) -> tuple[KernelPlan, ...]:
     """The plan as it is; or one whose programs each take a part of its sums and store it, and one, named
     `merger`, that folds the parts and stores what `plan` does.
     """
-    found = _split_up(plan)
+    tiled = frozenset(a for a, n in plan.choices.tiles if n > 1)
+    found = _split_up(plan, tiled)
     wanted = WAVES * target.processors // max(1, programs_of(plan))
-    wanted = min([wanted, *(r.axis.extent // MIN_PART for r in found)])
+    wanted = min([wanted, *(r.axis.extent // _least(r, tiled) for r in found)])
     if not found or wanted < 2:
         return (plan,)
     parts = Axis("p0", 1 << (wanted.bit_length() - 1))
@@ -43,9 +45,14 @@ def split_sums(plan: KernelPlan, merger: str, target: Target) -> tuple[KernelPla
     return first, _merging(plan, merger, parts, names, held)
 
 
-def _split_up(plan: KernelPlan) -> list[Reduce]:
+def _least(r: Reduce, tiled: frozenset[Axis]) -> int:
+    """Indices of a part, at least."""
+    products = (is_matrix_product(n.body, n.axis, tiled | {n.axis}) for n in reductions(r.body) if n.kind == "sum")
+    return MIN_PART if any(products) else MIN_LIGHT_PART
+
+
+def _split_up(plan: KernelPlan, tiled: frozenset[Axis]) -> list[Reduce]:
     """The sums in a plan's stores that are taken one index at a time; none if the merging kernel had more to do."""
-    tiled = frozenset(a for a, n in plan.choices.tiles if n > 1)
     found: dict[Reduce, None] = {}
 
     def visit(e: Expr) -> bool:
