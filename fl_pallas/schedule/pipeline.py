@@ -23,9 +23,9 @@ from .passes.group_rows import group_features, group_rows
 from .passes.grow_regions import Region, Rejected
 from .passes.hold import hold
 from .passes.interchange import interchange
+from .passes.itself import itself
 from .passes.lay_out import lay_out, lay_out_results
 from .passes.look_up import look_up
-from .passes.once import once
 from .passes.part import Kernel, part_outputs, ways_to_part
 from .passes.picked import picked
 from .passes.places import places
@@ -108,7 +108,7 @@ def schedule(
         groups = fuse(program, region)
         for fused in groups:
             record("fuse", partial(fused_text, fused))
-        groups = tuple(map(by_cases, groups))
+        groups = tuple(map(by_cases, map(itself, groups)))
         groups = tuple(map(unflatten, groups))
         for fused in groups:
             record("unflatten", partial(fused_text, fused))
@@ -198,11 +198,11 @@ def _made(
         held: dict[Expr, Expr] = {}
         if shared := share(apart, f"{name}_s{len(plans)}", compute, shapes):
             storing, held = shared
-            plans += lay_out(storing, shapes)
+            plans.append(storing)
             shapes[storing.name] = storing.stores[0].shape
         for group in apart:
             plans += _planned(group, held, f"{name}_k", len(plans), compute, shapes, target)
-    return _Made(parts, tuple(once(plans, region.outputs)), tuple(between), shapes)
+    return _Made(parts, tuple(lay_out(plans, shapes)), tuple(between), shapes)
 
 
 def _planned(
@@ -233,9 +233,8 @@ def _planned(
     plans: list[KernelPlan] = []
     for kernel in kernels:
         *tables, plan = skip_tiles(replace(kernel, name=f"{name}{number + len(plans)}"))
-        *copies, plan = lay_out(plan, shapes)
         split = split_loop if plan.loops else split_sums
-        plans.extend((*tables, *copies, *split(plan, f"{name}{number + len(plans) + 1}", target)))
+        plans.extend((*tables, *split(plan, f"{name}{number + len(plans) + 1}", target)))
         shapes |= {s.name: s.shape for made in plans for s in made.stores}
     return plans
 

@@ -6,11 +6,12 @@ import math
 from collections.abc import Container
 from dataclasses import dataclass, replace
 
-from ..build import substitute
+from ..build import rewrite, substitute
 from ..dtype import compute_dtype
 from ..expr import Axis, Expr, Load, Reduce, free_axes, index, load, loads, reductions, ref, walk
 from ..program import Value
 from .fuse import Fused, Output, join_group
+from .share import renaming
 from .stream import MAX_COVERED, parallel_axes, streamed
 
 # A part of a sum is stored, and not computed again, where it is up to so many times as large as what it reads: that of
@@ -73,14 +74,40 @@ def cut_apart(groups: tuple[Fused, ...], name: str) -> tuple[Fused, ...]:
         *early, last = cut(group, f"{name}_{n}" if n else name)
         pieces += [[*k.outputs] for k in early]
         kernels += _sharing(last.outputs)
-    apart = [*pieces, *([*k] for k in kernels)]
-    for piece in pieces:
-        joined = next((both for k in kernels if (both := _joined(piece, k)) is not None), None)
-        if joined is None:
-            kernels.append(piece)
-        else:
-            kernels = [joined if k == joined[: len(k)] else k for k in kernels]
-    return _ordered(kernels) or _ordered(apart) or ()
+    pieces, kernels = _once(pieces, kernels)
+    for n, piece in enumerate(pieces):
+        ways = ((k, both) for k in kernels if (both := _joined(piece, k)) is not None)
+        joined = ([both if other is k else other for other in kernels] for k, both in ways)
+        kernels = next((way for way in joined if _ordered([*way, *pieces[n + 1 :]])), [*kernels, piece])
+    return _ordered(kernels) or ()
+
+
+def _once(pieces: list[list[Output]], kernels: list[list[Output]]) -> tuple[list[list[Output]], list[list[Output]]]:
+    """Pieces and kernels without what an earlier piece stores already, its axes in another order perhaps."""
+    kept: list[Output] = []
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+
+    def rule(n: Expr) -> Expr:
+        if not isinstance(n, Load) or n.source not in found:
+            return n
+        name, order = found[n.source]
+        return load(name, tuple(n.index[k] for k in order), n.dtype)
+
+    def is_new(o: Output) -> bool:
+        for other in (k for k in kept if k.dtype == o.dtype):
+            place = renaming(o.expr, other.expr)
+            if place is not None and {*place} == {*other.axes}:
+                found[o.name] = other.name, tuple(o.axes.index(place[a]) for a in other.axes)
+                return False
+        kept.append(o)
+        return True
+
+    def told(outputs: list[Output]) -> list[Output]:
+        return [replace(o, expr=rewrite(o.expr, rule)) for o in outputs]
+
+    # A piece reads what is stored by earlier ones.
+    new = [[o for o in told(piece) if is_new(o)] for piece in pieces]
+    return [piece for piece in new if piece], [told(kernel) for kernel in kernels]
 
 
 def _sharing(outputs: tuple[Output, ...]) -> list[list[Output]]:

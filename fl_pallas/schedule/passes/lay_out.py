@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..build import rewrite
 from ..dtype import is_float, itemsize
@@ -33,32 +33,83 @@ OFTEN = 16
 COPIED_AT_ONCE, MAX_INNERMOST = 2048, 64
 
 
-def lay_out(plan: KernelPlan, shapes: Mapping[str, tuple[int, ...]]) -> tuple[KernelPlan, ...]:
-    """The kernels that copy operands, and `plan` reading the copies; `plan` alone where no copy pays.
+@dataclass(frozen=True)
+class _Wish:
+    """A kernel that would rather read an operand with its dimensions in another order.
+
+    Attributes:
+      plan: its place among the kernels.
+      spared: bytes of sectors that it would not touch then.
+      turned: elements that it would not have to turn.
+    """
+
+    plan: int
+    dtype: str
+    spared: int
+    turned: int
+
+
+def lay_out(plans: Sequence[KernelPlan], shapes: Mapping[str, tuple[int, ...]]) -> list[KernelPlan]:
+    """Kernels in the order in which they run → the same, reading copies where these pay, and kernels that make them.
 
     An operand is taken to lie as a new tensor of its shape does.
 
     Args:
       shapes: of what plans may read, by name.
     """
-    copies: list[KernelPlan] = []
-    notes: list[str] = []
-    orders: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for node in dict.fromkeys(n for e in _bodies(plan) for n in loads(e)):
-        order = _better_order(node, plan, shapes[node.source])
-        if order is not None and node.source not in orders:
-            name = f"{plan.name}_c{len(copies)}"
-            copies.append(_copying(node.source, node.dtype, name, shapes[node.source], order))
-            orders[node.source] = name, order
-            notes.append(f"{node.source} is copied to {name}, for its tiles lie scattered")
+    wishes: dict[tuple[str, tuple[int, ...]], list[_Wish]] = {}
+    for at, plan in enumerate(plans):
+        for node in dict.fromkeys(n for e in _bodies(plan) for n in loads(e)):
+            order, wish = _wish(node, plan, at, shapes[node.source])
+            if wish.spared or wish.turned:
+                wishes.setdefault((node.source, order), []).append(wish)
+    made: list[list[KernelPlan]] = [[p] for p in plans]
+    copied: set[tuple[int, str]] = set()
+    for (source, order), found in wishes.items():
+        users = [w.plan for w in found if (w.plan, source) not in copied]
+        if not users or not _pays(found, math.prod(shapes[source])):
+            continue
+        first = min(users)
+        name = f"{plans[first].name}_c{len(made[first]) - 1}"
+        made[first].insert(-1, _copying(source, found[0].dtype, name, shapes[source], order))
+        note = f"{source} is copied to {name}, for its tiles lie scattered"
+        for at in dict.fromkeys(users):
+            copied.add((at, source))
+            turned = _read_from(made[at][-1], source, name, order)
+            made[at][-1] = replace(turned, notes=(*turned.notes, note))
+    return [p for group in made for p in group]
+
+
+def _wish(node: Load, plan: KernelPlan, at: int, shape: tuple[int, ...]) -> tuple[tuple[int, ...], _Wish]:
+    """The dimensions of a loaded tensor in the order in which a kernel would rather have them, and what that spares."""
+    wide = _dimensions_of_tiles(node.index, plan)
+    streamed = {loop.axis for loop in plan.loops}
+    inner = sorted(wide, key=lambda k: bool(free_axes(node.index[k]) & streamed))
+    order = (*(k for k in range(len(shape)) if k not in wide), *inner)
+    if len(wide) < 2 or not is_float(node.dtype):
+        return order, _Wish(at, node.dtype, 0, 0)
+    size, read = itemsize(node.dtype), _elements_read(node, plan)
+    spared = read * (touched_by(node.index, shape, size, plan) - size)
+    turned = read if inner != wide and _joins_rows(node, plan, streamed) else 0
+    return order, _Wish(at, node.dtype, spared, turned)
+
+
+def _pays(wishes: Sequence[_Wish], numel: int) -> bool:
+    """Whether a copy of so many elements takes less time than reading them as they lie does longer."""
+    size = itemsize(wishes[0].dtype)
+    scattered = sum(w.spared for w in wishes) > 2 * numel * size + LAUNCH
+    return scattered or sum(w.turned for w in wishes) >= max(OFTEN * numel, LAUNCH // size)
+
+
+def _read_from(plan: KernelPlan, source: str, name: str, order: tuple[int, ...]) -> KernelPlan:
+    """A plan that loads a tensor under another name, its dimensions in another order."""
 
     def rule(n: Expr) -> Expr:
-        if not isinstance(n, Load) or n.source not in orders:
+        if not isinstance(n, Load) or n.source != source:
             return n
-        name, order = orders[n.source]
         return load(name, tuple(n.index[k] for k in order), n.dtype)
 
-    return (*copies, replace(rewritten(plan, rule), notes=(*plan.notes, *notes)) if copies else plan)
+    return rewritten(plan, rule)
 
 
 def lay_out_results(plans: Sequence[KernelPlan], results: Collection[str]) -> list[KernelPlan]:
@@ -75,9 +126,10 @@ def lay_out_results(plans: Sequence[KernelPlan], results: Collection[str]) -> li
         plain = tuple(range(len(store.axes)))
         order = tuple(sorted(plain, key=lambda k: made[at].choices.tile(store.axes[k]) != 1))
         if name in results:
-            if _is_scattered(store.index, store.shape, store.dtype, math.prod(store.shape), made[at]):
+            numel, size = math.prod(store.shape), itemsize(store.dtype)
+            if numel * (touched_by(store.index, store.shape, size, made[at]) - size) > 2 * numel * size + LAUNCH:
                 made[at : at + 1] = _copied(made[at], store, order)
-        elif name not in fixed and _touched(made, store, order) < _touched(made, store, plain):
+        elif name not in fixed and _accessed(made, store, order) < _accessed(made, store, plain):
             made = [_reordered(p, store, order) for p in made]
     return made
 
@@ -93,28 +145,23 @@ def _copied(plan: KernelPlan, store: Store, order: tuple[int, ...]) -> tuple[Ker
     return replace(plan, stores=stores, notes=(*plan.notes, note)), copying
 
 
-def _touched(plans: Sequence[KernelPlan], stored: Store, order: tuple[int, ...]) -> int:
+def _accessed(plans: Sequence[KernelPlan], stored: Store, order: tuple[int, ...]) -> int:
     """Bytes of the sectors that kernels touch to store and read a tensor with its dimensions in this order."""
     shape, total = tuple(stored.shape[k] for k in order), 0
     for plan in plans:
         nodes = dict.fromkeys(n for e in expressions(plan) for n in loads(e) if n.source == stored.name)
         places = [(s.index, math.prod(s.shape)) for s in plan.stores if s.name == stored.name]
         places += [(n.index, _elements_read(n, plan)) for n in nodes]
-        total += sum(n * _apart([at[k] for k in order], shape, itemsize(stored.dtype), plan) for at, n in places)
+        total += sum(n * touched_by([at[k] for k in order], shape, itemsize(stored.dtype), plan) for at, n in places)
     return total
 
 
 def _reordered(plan: KernelPlan, stored: Store, order: tuple[int, ...]) -> KernelPlan:
     """A plan with the dimensions of a tensor in another order where it is stored and read."""
-
-    def rule(n: Expr) -> Expr:
-        if not isinstance(n, Load) or n.source != stored.name:
-            return n
-        return load(n.source, tuple(n.index[k] for k in order), n.dtype)
-
     turned = replace(stored, axes=tuple(stored.axes[k] for k in order))
     plan = replace(plan, stores=tuple(turned if s.name == stored.name else s for s in plan.stores))
-    return rewritten(plan, rule) if stored.name in operand_names(plan) else plan
+    is_read = stored.name in operand_names(plan)
+    return _read_from(plan, stored.name, stored.name, order) if is_read else plan
 
 
 def _bodies(plan: KernelPlan) -> list[Expr]:
@@ -123,36 +170,16 @@ def _bodies(plan: KernelPlan) -> list[Expr]:
     return [s.update if isinstance(s, Accumulator) else s.value for s in steps] or [s.expr for s in plan.stores]
 
 
-def _better_order(node: Load, plan: KernelPlan, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The dimensions of a loaded tensor in a better order, innermost last; None if a copy would not pay."""
-    wide = _dimensions_of_tiles(node.index, plan)
-    if len(wide) < 2 or not is_float(node.dtype):
-        return None
-    streamed = {loop.axis for loop in plan.loops}
-    inner = sorted(wide, key=lambda k: bool(free_axes(node.index[k]) & streamed))
-    size, numel, read = itemsize(node.dtype), math.prod(shape), _elements_read(node, plan)
-    is_scattered = _is_scattered(node.index, shape, node.dtype, read, plan)
-    is_turned = inner != wide and _joins_rows(node, plan, streamed) and read >= max(OFTEN * numel, LAUNCH // size)
-    return (*(k for k in range(len(shape)) if k not in wide), *inner) if is_scattered or is_turned else None
-
-
 def _dimensions_of_tiles(at: Sequence[Expr], plan: KernelPlan) -> list[int]:
     """The dimensions, by their indices, of which a program has more than one element."""
     single = {a for a in plan.grid if plan.choices.tile(a) == 1}
     return [k for k, i in enumerate(at) if free_axes(i) - single]
 
 
-def _apart(at: Sequence[Expr], shape: Sequence[int], size: int, plan: KernelPlan) -> int:
-    """Bytes of memory that are touched for an element of `size` bytes in a tile."""
+def touched_by(at: Sequence[Expr], shape: Sequence[int], size: int, plan: KernelPlan) -> int:
+    """Bytes of memory that are touched for an element of `size` bytes, at these indices, in a plan's tile."""
     wide = _dimensions_of_tiles(at, plan)
     return min(SECTOR, size * math.prod(shape[wide[-1] + 1 :])) if wide else size
-
-
-def _is_scattered(at: Sequence[Expr], shape: Sequence[int], dtype: str, elements: int, plan: KernelPlan) -> bool:
-    """Whether touching so many elements, a tile at a time, takes longer than it does where tiles are runs, and a
-    copy."""
-    size, numel = itemsize(dtype), math.prod(shape)
-    return elements * (_apart(at, shape, size, plan) - size) > 2 * numel * size + LAUNCH
 
 
 def _joins_rows(node: Load, plan: KernelPlan, streamed: Set[Axis]) -> bool:
@@ -165,9 +192,9 @@ def _joins_rows(node: Load, plan: KernelPlan, streamed: Set[Axis]) -> bool:
 
 def _elements_read(node: Load, plan: KernelPlan) -> int:
     """By all programs together."""
-    own = free_axes(node)
+    own = free_axes(node) | {loop.parts for loop in plan.loops}
     again = (-(-a.extent // (plan.choices.tile(a) or 1)) for a in plan.grid if a not in own)
-    return math.prod(a.extent for a in own) * math.prod(again)
+    return math.prod(a.extent for a in free_axes(node)) * math.prod(again)
 
 
 def _copying(source: str, dtype: str, name: str, shape: tuple[int, ...], order: tuple[int, ...]) -> KernelPlan:

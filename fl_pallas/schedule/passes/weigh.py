@@ -21,6 +21,7 @@ from ..inner import (
 from ..plan import Accumulator, KernelPlan
 from ..target import Target
 from .choose import COSTLY
+from .lay_out import touched_by
 
 # Of a processor and cycle (H100 whitepaper): operations of a matrix product in 16 bits, instructions, exponentials.
 MULTIPLIED, ISSUED, POWERS = 4096, 128, 16
@@ -178,10 +179,10 @@ def _volume(axes: Iterable[Axis]) -> int:
 
 
 def _bytes(plan: KernelPlan) -> int:
-    """What is loaded, each element once, and what is stored."""
+    """What is loaded, each element once, and the sectors of what is stored."""
     exprs: list[Expr] = [s.expr for s in plan.stores]
     exprs += [s.update for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)]
     read = sum(
         math.prod(a.extent for a in free_axes(n)) * itemsize(n.dtype) for n in {n for e in exprs for n in loads(e)}
     )
-    return read + sum(math.prod(a.extent for a in s.axes) * itemsize(s.dtype) for s in plan.stores)
+    return read + sum(math.prod(s.shape) * touched_by(s.index, s.shape, itemsize(s.dtype), plan) for s in plan.stores)
