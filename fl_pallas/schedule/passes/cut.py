@@ -19,6 +19,8 @@ from .stream import MAX_COVERED, parallel_axes, streamed
 MAX_GROWTH = 8
 # Results are stored in the user's 16 bits where there are more of them than one for so many elements of an operand.
 LARGE = 2
+# How many times as long as what outputs share may the rest of their sums take.
+MAX_APART = 64
 
 
 @dataclass(frozen=True)
@@ -118,13 +120,25 @@ def _sharing(outputs: tuple[Output, ...]) -> list[list[Output]]:
         for found, kernel in kernels:
             rows = kernel[0].axes
             begun = o.axes[: len(rows)] == rows and all(a.extent <= MAX_COVERED for a in o.axes[len(rows) :])
-            if found & own or not own and begun:
+            if _is_shared(o, own, found, rows) or not own and begun:
                 found |= own
                 kernel.append(o)
                 break
         else:
             kernels.append((own, [o]))
     return [kernel for _, kernel in kernels]
+
+
+def _is_shared(o: Output, own: set[Reduce], found: set[Reduce], rows: tuple[Axis, ...]) -> bool:
+    """Whether an output's reductions are a kernel's too: enough of them, if it has axes that the kernel's rows have not
+    (a matrix of all pairs is no row with features for having a norm of each row in it)."""
+    apart = MAX_APART if {*o.axes} - {*rows} else math.inf
+    return bool(found & own) and _terms(own - found) <= apart * _terms(found & own)
+
+
+def _terms(sums: set[Reduce]) -> int:
+    """How many terms reductions have together, each taken for all of its axes."""
+    return sum(math.prod(a.extent for a in free_axes(r)) * r.axis.extent for r in sums)
 
 
 def _joined(piece: list[Output], kernel: list[Output]) -> list[Output] | None:

@@ -21,9 +21,8 @@ from .resolve_views import inlined
 MAX_RENAMINGS = 512
 # Reductions, one over what the other was computed for, that are written out in terms of operands.
 MAX_STAGES = 4
-# Elements along the axes that only some outputs of a kernel have; and how many times as long as what these share with
-# the others may the rest of their sums take.
-MAX_FEATURES, MAX_APART = 256, 64
+# Elements along the axes that only some outputs of a kernel have.
+MAX_FEATURES = 256
 
 
 @dataclass(frozen=True)
@@ -129,11 +128,6 @@ def _what(r: Reduce) -> tuple[str, frozenset[str]]:
     return r.kind, frozenset(n.source for n in loads(r))
 
 
-def _terms(sums: Iterable[Reduce]) -> int:
-    """How many terms reductions have together, each taken for all of its axes."""
-    return sum(math.prod(a.extent for a in free_axes(r)) * r.axis.extent for r in sums)
-
-
 def join_group(v: Value, group: list[Output]) -> Output | None:
     """`v` over the axes of `group`, renamed so that it shares most reductions; None if it shares none."""
     assert v.expr is not None
@@ -161,9 +155,6 @@ def join_group(v: Value, group: list[Output]) -> Output | None:
         candidate = renamed(v, tuple(run or (new,) for run, new in zip(pick, fresh, strict=True)))
         # What is shared must have no axis of its own: it would be computed once for each.
         score = sum(r in shared for r in reductions(candidate.expr))
-        apart = [r for r in reductions(candidate.expr) if r not in shared]
-        if extra > 1 and _terms(apart) > MAX_APART * _terms(shared.intersection(reductions(candidate.expr))):
-            continue
         if score and (best is None or (score, -extra) > best[0]):
             best = (score, -extra), candidate
     return best[1] if best else None
