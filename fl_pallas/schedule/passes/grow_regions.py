@@ -40,6 +40,10 @@ RETURNED = (
 )
 
 
+# What is less than so many times as large as all that is given and returned may be that, padded to whole blocks.
+ROUNDED_UP = 2
+
+
 @dataclass(frozen=True)
 class Region:
     """Values computed by fused kernels: `members` in program order, `outputs` those needed outside.
@@ -181,7 +185,7 @@ def _left_large(program: Program, regions: list[Region]) -> Iterator[Rejected]:
         v, region = program.by_name[name], maker.get(name)
         members = () if region is None else region.members
         stack += [r for m in members or (name,) for r in program.by_name[m].reads if r not in members]
-        if v.numel <= limit:
+        if v.numel <= ROUNDED_UP * limit:
             continue
         others = [r for r in regions if r is not region]
         if region is not None and (
