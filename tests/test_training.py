@@ -336,6 +336,8 @@ def test_autocast() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint(reentrant: bool) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.init()  # TorchDynamo does, which a checkpoint's first pass may not
     f, x = fl.compile(attention), qkv()
     checkpoint(lambda q, k, v: f(q * 2, k, v), *x, use_reentrant=reentrant).square().sum().backward()
     same([t.grad for t in x], gradients(lambda q, k, v: attention(q * 2, k, v), x))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 import fl_pallas as fl
 from fl_pallas.schedule.expr import reductions
+from tests.oracle import run_and_check
 from tests.programs import BY_NAME
+from tests.schedule.test_lay_out import heads_last, of_pairs
 from tests.unrun import unrun
 
 
@@ -19,3 +22,26 @@ def test_a_mean_over_rows_is_of_what_a_kernel_of_rows_stores() -> None:
     (rows, *others) = (p for kernels in graph.schedule.kernels for p in kernels)
     assert len(rows.stores) == 1 and rows.stores[0].shape == (1024,)
     assert others and not any(reductions(s.expr) for p in others for s in p.stores)
+
+
+def with_weights(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scores = q @ k.mT / 4
+    weights = scores.softmax(-1)
+    return weights @ v, weights, scores.logsumexp(-1)
+
+
+def test_returned_weights_take_rows_from_the_result(device: torch.device) -> None:
+    """One loop, whose kernel stores the weights' row sums too; weights of another need no loop."""
+    inputs = [torch.randn(1, 2, 100, 16, device=device) for _ in range(3)]
+    run_and_check(with_weights, fl.compile(with_weights, fallback="error"), inputs)
+    first, second = (p for g in fl.explain(with_weights, *inputs).graphs for p in g.kernels)
+    assert len(first.loops) == 1 and not second.loops
+    assert len(first.stores) == 4 and [s.shape for s in second.stores] == [(1, 2, 100, 100)]
+
+
+def test_row_sums_are_made_once() -> None:
+    """The gradients of q and of k ask for the same sums of rows, with other axes."""
+    with unrun():
+        kernels = fl.explain(heads_last, *(t.requires_grad_() for t in of_pairs(64))).graphs[-1].kernels
+    rows = [s.expr for p in kernels for s in p.stores if sorted(s.shape) == [6, 64]]
+    assert len(rows) == 1, [p.name for p in kernels]

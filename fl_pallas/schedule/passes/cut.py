@@ -25,8 +25,11 @@ MAX_APART = 64
 
 @dataclass(frozen=True)
 class _Cut:
+    """What is stored, over `axes`; and the names of the outputs that load it, or None if all do."""
+
     node: Expr
     axes: tuple[Axis, ...]
+    outputs: frozenset[str] | None = None
 
 
 def cut(fused: Fused, name: str) -> tuple[Fused, ...]:
@@ -55,7 +58,14 @@ def cut(fused: Fused, name: str) -> tuple[Fused, ...]:
             outputs.append(Output(label, tuple(own.values()), dtype, expr))
             replaced[c.node] = load(label, tuple(index(a) for a in shape), dtype)
         kernels += cut(Fused(tuple(outputs)), f"{name}_c{len(kernels)}")
-        fused = Fused(tuple(replace(o, expr=substitute(o.expr, {}, dict(replaced))) for o in fused.outputs))
+        loaded = [{c.node: replaced[c.node] for c in together if _loads(o, c)} for o in fused.outputs]
+        with_loads = (substitute(o.expr, {}, held) for o, held in zip(fused.outputs, loaded, strict=True))
+        fused = Fused(tuple(replace(o, expr=e) for o, e in zip(fused.outputs, with_loads, strict=True)))
+
+
+def _loads(o: Output, c: _Cut) -> bool:
+    """Whether an output loads what is cut."""
+    return c.outputs is None or o.name in c.outputs
 
 
 def _is_part(fused: Fused, node: Expr) -> bool:
@@ -172,14 +182,16 @@ def _ordered(kernels: list[list[Output]]) -> tuple[Fused, ...] | None:
 
 def _repeated(fused: Fused) -> list[_Cut]:
     parallel = frozenset(parallel_axes(fused))
-    found: dict[Reduce, None] = {}
+    found: dict[Reduce, set[str] | None] = {}
     for o in fused.outputs:
         for r in reductions(o.expr):
             bound = free_axes(r) - parallel
             large = r.axis.extent > 2 * MAX_COVERED or bool(reductions(r.body)) and not _is_short_and_wide(r)
             again = _around(o.expr, r) - free_axes(r) or _is_summed(o.expr, r) if bound else _is_spread(o, r, parallel)
             if large and again:
-                found[r] = None
+                # For a matrix alone: outputs that have a loop of their own for the same rows go on with that.
+                wide = None if bound else found.get(r, set())
+                found[r] = None if wide is None else wide | {o.name}
     whole = _reduced_whole(fused, found)
     if whole:
         return [_Cut(e, _laid(e, parallel, False)) for e in whole]
@@ -187,7 +199,8 @@ def _repeated(fused: Fused) -> list[_Cut]:
     ordered = sorted(found, key=lambda r: sum(r in reductions(s) for s in found))
     # What has the axes of another lies as that does: one kernel makes both.
     whole = {free_axes(r) for r in found if not _is_part(fused, r)}
-    return [_Cut(r, _laid(r, parallel, free_axes(r) not in whole)) for r in ordered]
+    named = {r: names if names is None else frozenset(names) for r, names in found.items()}
+    return [_Cut(r, _laid(r, parallel, free_axes(r) not in whole), named[r]) for r in ordered]
 
 
 def _reduced_whole(fused: Fused, found: Container[Reduce]) -> list[Expr]:
