@@ -44,13 +44,28 @@ def resolve_views(program: Program, kept: Set[str] = frozenset(), rounded: Set[s
                 expr = substitute(expr, {}, dict(found))
             v = replace(v, expr=expr, reads=reads_of(expr))
         out[v.name] = v
-    return replace(program, values=_live(tuple(out.values()), program.outputs))
+    values = (_picked(v) if _is_picked(program, v) else v for v in out.values())
+    return replace(program, values=_live(tuple(values), program.outputs))
 
 
 def _is_rounded(program: Program, v: Value) -> bool:
     if not v.is_view or not is_float(v.dtype) or itemsize(v.dtype) >= itemsize(program.by_name[v.reads[0]].dtype):
         return False
     return any(program.by_name[r].expr is None for r in readers(program, v.name))
+
+
+def _is_picked(program: Program, v: Value) -> bool:
+    """Whether a result is a part of a computed value that is no result itself: a diagonal of scores, a column."""
+    if not v.is_view or v.name not in program.outputs:
+        return False
+    root = program.by_name[root_of(program, v.name)]
+    return root.expr is not None and root.name not in program.outputs and v.numel < root.numel
+
+
+def _picked(v: Value) -> Value:
+    """`v` as a value of its own: as a view it would have all of what it is a part of stored."""
+    assert v.expr is not None
+    return replace(v, expr=raw_op("cast", (v.expr,), v.dtype))
 
 
 def readers(program: Program, name: str) -> set[str]:
