@@ -11,6 +11,7 @@ import torch
 from ..schedule import build
 from ..schedule.dtype import is_float, is_int
 from ..schedule.expr import Expr
+from ..schedule.integer import NARROW
 from .dtypes import torch_dtype
 from .tensor import At, Indices, Number, Spec, Tensor, common_dtype, constant, element
 
@@ -44,7 +45,8 @@ def _elements(args: Any, idx: Indices, dtype: str) -> list[Any]:
 def _apply(formula: Formula, dtype: str, out: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> At:
     def at(idx: Indices) -> Expr:
         named = dict(zip(kwargs, _elements(kwargs.values(), idx, dtype)))
-        return build.cast(formula(Arith(dtype), *_elements(args, idx, dtype), **named), out.dtype)
+        e = formula(Arith(dtype), *_elements(args, idx, dtype), **named)
+        return build.cast(build.wrapped(e, dtype) if dtype in NARROW else e, out.dtype)
 
     return at
 

@@ -233,16 +233,24 @@ def cast(e: Expr, dtype: str) -> Expr:
         return select(e, const(_converted(1, dtype), dtype), const(_converted(0, dtype), dtype))
     if dtype == "bool":
         return op("ne", e, const(_converted(0, e.dtype), e.dtype), dtype="bool")
-    if is_int(e.dtype) and is_int(dtype) and _fits(e, dtype):
-        return e
+    if is_int(e.dtype) and is_int(dtype):
+        return wrapped(e, dtype) if dtype in integer.NARROW else e if _fits(e, dtype) else raw_op("cast", (e,), dtype)
     return raw_op("cast", (e,), dtype)
 
 
+def wrapped(e: Expr, dtype: str) -> Expr:
+    """The integer that a type of few bits holds in place of `e`, which is computed as if there were room: `uint8` 254
+    for 3 - 5."""
+    if _fits(e, dtype):
+        return e
+    low, high = integer.RANGES[dtype]
+    up = op("sub", e, const(low, "i64"), dtype="i64")
+    return op("add", op("mod", up, const(high - low + 1, "i64"), dtype="i64"), const(low, "i64"), dtype="i64")
+
+
 def _fits(e: Expr, dtype: str) -> bool:
-    span = integer.bounds(e)
-    bits = {"i8": 7, "u8": 8, "i16": 15, "i32": 31, "i64": 63}[dtype]
-    low = 0 if dtype == "u8" else -(1 << bits)
-    return dtype == "i64" or (span is not None and low <= span[0] and span[1] < 1 << bits)
+    span, (low, high) = integer.bounds(e), integer.RANGES[dtype]
+    return dtype == "i64" or (span is not None and low <= span[0] and span[1] <= high)
 
 
 def _converted(value: bool | int | float, dtype: str) -> bool | int | float:

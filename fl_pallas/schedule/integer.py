@@ -8,12 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from .expr import Const, Expr, Index, Op, Size, const, raw_op
+from .expr import Const, Expr, Index, Load, Op, Size, const, raw_op
 
 Bounds = tuple[int, int] | None
 Linear = tuple[dict[Expr, int], int]
 # What a size known at launch stays below, so that 32 bits hold sums of a few.
 MAX_SIZE = 2**28
+
+
+# Inclusive, of each type; and the types of so few bits that sums and products of what they hold often have no room.
+RANGES = {"u8": (0, 255)} | {f"i{n}": (-(1 << n - 1), (1 << n - 1) - 1) for n in (8, 16, 32, 64)}
+NARROW = ("u8", "i8", "i16")
 
 
 def bounds(e: Expr) -> Bounds:
@@ -25,6 +30,8 @@ def bounds(e: Expr) -> Bounds:
         return 0, (e.axis.extent if roomy else MAX_SIZE) - 1
     if isinstance(e, Size):
         return -MAX_SIZE, MAX_SIZE
+    if isinstance(e, Load) and e.dtype in NARROW:
+        return RANGES[e.dtype]
     if not isinstance(e, Op):
         return None
     if "_bounds" not in e.__dict__:

@@ -134,10 +134,22 @@ def schedule(
         for fused in (*tables, *groups):
             record("look_up", partial(fused_text, fused))
         kernels_of = functools.cache(partial(_made, program, region, f"r{n}", compute, shapes, target, tables))
-        groups = hold(groups, f"r{n}_h", compute, lambda groups, made=kernels_of: made(groups).plans, target)
+
+        def plans_of(parts: tuple[Fused, ...], made: Callable[..., _Made] = kernels_of) -> tuple[KernelPlan, ...]:
+            return made(parts).plans
+
+        def cut_plans_of(
+            groups: tuple[Fused, ...], plans_of: Callable[..., tuple[KernelPlan, ...]] = plans_of, name: str = f"r{n}"
+        ) -> tuple[KernelPlan, ...]:
+            return plans_of(cut_apart(groups, name))
+
+        whole, groups = groups, hold(groups, f"r{n}_h", compute, cut_plans_of, target)
         for fused in groups:
             record("hold", partial(fused_text, fused))
-        made = kernels_of(groups)
+        # What is cut may itself be computed many times over, from what can be stored (scores, before heads are mixed).
+        held = len(groups) - len(whole)
+        parts = hold(cut_apart(groups, f"r{n}"), f"r{n}_g", compute, plans_of, target, held)
+        made = kernels_of(parts)
         rejected += made.between
         if not made.plans:
             continue
@@ -183,10 +195,9 @@ def _made(
     shapes: Shapes,
     target: Target,
     tables: tuple[Fused, ...],
-    groups: tuple[Fused, ...],
+    parts: tuple[Fused, ...],
 ) -> _Made:
-    """What a region becomes whose outputs are computed by `groups`, which look things up in what `tables` store."""
-    parts = cut_apart(groups, name)
+    """What a region becomes whose kernels compute `parts`, which look things up in what `tables` store."""
     between = _stored(program, region, [o for part in parts for o in part.outputs])
     parts = (*tables, *parts)
     if not all(r.fused for r in between):

@@ -25,6 +25,8 @@ from ..plan import Accumulator, Anchor, Choices, Loop, Store
 from ..target import Target
 
 MIN_TILE = 16
+# Rows that have nothing in common, and are summed each by itself, are taken several at once where there are so many.
+MANY_ROWS = 16384
 MAX_FEATURES = 256
 
 
@@ -80,9 +82,20 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
 
     row = max(rest, key=reuse, default=None)
     if row is not None and loops and reuse(row)[0] == 0:
-        row = None
+        few = math.prod(a.extent for a in rest) < MANY_ROWS
+        row = None if few or any(isinstance(n, Reduce) for e in bodies for n in walk(e)) else _innermost(found, rest)
     column = None if loops else _other_side(row, rest, stores)
     return Roles(tuple(features), row, tuple(a for a in rest if a not in (row, column)), column)
+
+
+def _innermost(found: set[Load], rest: list[Axis]) -> Axis | None:
+    """The axis of `rest` along which neighbours of the largest loads lie closest together."""
+
+    def depth(a: Axis) -> tuple[int, int]:
+        places = [len(n.index) - n.index.index(index(a)) for n in found if index(a) in n.index]
+        return -min(places, default=99), a.extent
+
+    return max(rest, key=depth, default=None)
 
 
 def _runs_along(n: Load, a: Axis, axes: set[Axis]) -> bool:
@@ -162,6 +175,8 @@ NARROW = (
 SEVERAL = (NARROW[0], (128, 64, 8, 2), (64, 64, 4, 2), *NARROW[1:])
 
 
+# A tile of fewer elements is small; and there are enough programs if each processor has so many.
+SMALL, FEW = 8192, 16
 # How far over the registers the model may find a choice that is still compiled, to see whether it fits.
 SLACK = 1.1
 
@@ -185,7 +200,47 @@ def choose(
     sides = [halved, whole] if halved is not None and halved != whole else [whole]
     # In turn, for tuning tries the first few.
     ways = itertools.zip_longest(*(_fitting(fixed, kinds, loops, stores, bytes_, target) for fixed in sides))
-    return tuple(dict.fromkeys(c for way in ways for c in way if c is not None))
+    found: list[Choices] = []
+    for c in (c for way in ways for c in way if c is not None):
+        wider = _widened(c, kinds, loops, stores, target)
+        if wider is not None and pressure(wider, kinds, loops, stores, bytes_, target) <= SLACK:
+            found.append(wider)
+        found.append(c)
+    return tuple(dict.fromkeys(found))
+
+
+def _widened(
+    c: Choices, kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ...], target: Target
+) -> Choices | None:
+    """`c` with several indices of a batch axis in a tile, where programs are many and each has little to do (heads that
+    are mixed, for one row of queries at a time); None if no axis allows it.
+
+    One that does goes with another along one side of a product, and is in no other sums but a loop's.
+    """
+    tiles = dict(c.tiles)
+    size = math.prod(tiles.values())
+    programs = math.prod(-(-a.extent // n) for a, n in c.tiles if all(a != loop.axis for loop in loops))
+    room = min(SMALL // size, programs // (FEW * target.processors))
+    updates = [(s.update, loop.axis) for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
+    sums = {n for e in (*(s.expr for s in stores), *(e for e, _ in updates)) for n in walk(e) if isinstance(n, Reduce)}
+    tiled = frozenset(a for a, n in c.tiles if n > 1)
+    products = any(is_product_of_loop(e, axis, tiled) for e, axis in updates)
+
+    def allows(a: Axis) -> bool:
+        if not sums and not products:
+            return True
+        own = [as_product(r.body, r.axis, tiled | {a, r.axis}) for r in sums if a in free_axes(r.body)]
+        sides = [side for p in own if p for side in (p.left, p.right) if any(a in free_axes(f) for f in side)]
+        # By itself it may be too narrow for a side.
+        shared = (any(free_axes(f) & tiled & {*tiles} for f in side) for side in sides)
+        return bool(own) and None not in own and all(shared)
+
+    ways = [a for a in kinds.batch if a.extent > 1 and allows(a)] if room > 1 else []
+    if not ways:
+        return None
+    widest = max(ways, key=lambda a: (a.extent, a.name))
+    side = min(1 << (room.bit_length() - 1), power_of_two(widest.extent))
+    return Choices(tuple((a, side if a == widest else n) for a, n in c.tiles), c.warps, c.stages)
 
 
 def _can_halve(stores: tuple[Store, ...]) -> bool:

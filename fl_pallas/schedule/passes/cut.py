@@ -212,10 +212,12 @@ def _reduced_whole(fused: Fused, found: Container[Reduce]) -> list[Expr]:
 
 
 def _laid(r: Expr, parallel: frozenset[Axis], summed: bool) -> tuple[Axis, ...]:
-    """The axes of what is stored: what a loop goes along last; a short sum first, so that it is one of whole rows."""
+    """The axes of what is stored: what a loop goes along last; a short sum first, so that it is one of whole rows, and
+    matrices of pairs, of which there are few (heads), one after another."""
+    pairs = sum(a.extent > MAX_COVERED for a in free_axes(r)) > 1
 
     def place(a: Axis) -> int:
-        return 1 if a in parallel else 0 if summed and a.extent <= MAX_COVERED else 2
+        return 1 if a in parallel else 0 if (summed or pairs) and a.extent <= MAX_COVERED else 2
 
     return tuple(sorted(free_axes(r), key=lambda a: (place(a), a.name)))
 

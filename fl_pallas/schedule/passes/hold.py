@@ -30,7 +30,12 @@ Groups = tuple[Fused, ...]
 
 
 def hold(
-    groups: Groups, name: str, compute: str, plan: Callable[[Groups], Sequence[KernelPlan]], target: Target
+    groups: Groups,
+    name: str,
+    compute: str,
+    plan: Callable[[Groups], Sequence[KernelPlan]],
+    target: Target,
+    already: int = 0,
 ) -> Groups:
     """The kernels of a region, with further ones that store what they load.
 
@@ -38,6 +43,7 @@ def hold(
       groups: what each kernel computes.
       name: begins the names of what is stored.
       plan: the kernels that compute some groups, as they would be launched; none if they cannot be.
+      already: how many values of the region are held.
     """
 
     def time(groups: Groups) -> float:
@@ -48,7 +54,7 @@ def hold(
     if before < SAVED or before < AGAIN * sum(cycles(p, target, once=True) for p in plans):
         return groups
     best, least, room = groups, before, target.room
-    for n in range(MAX_HELD):
+    for n in range(MAX_HELD - already):
         found = [(e, dtype) for e, dtype in _shared(best, compute).items() if _bytes(e, dtype) <= room]
         ways = [_holding(best, e, dtype, f"{name}{n}") for e, dtype in found]
         times = [time(way) for way in ways]
@@ -119,8 +125,10 @@ def _holding(groups: Groups, e: Expr, dtype: str, name: str) -> Groups:
                 held[n] = load(name, tuple(index(place[a]) for a in order), dtype)
         return replace(o, expr=substitute(o.expr, {}, held))
 
-    rest = (Fused(tuple(map(loading, g.outputs))) for g in groups)
-    return (Fused((stored,)), *rest)
+    # In front of the first that loads it, and so after all that it reads itself.
+    rest = [Fused(tuple(map(loading, g.outputs))) for g in groups]
+    first = next(n for n, (g, before) in enumerate(zip(rest, groups, strict=True)) if g != before)
+    return (*rest[:first], Fused((stored,)), *rest[first:])
 
 
 def _is_like(e: Expr, other: Expr) -> bool:

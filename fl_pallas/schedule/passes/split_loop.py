@@ -118,8 +118,9 @@ def _merging(plan: KernelPlan, name: str, loop: Loop, axis: Axis, names: dict[st
         assert isinstance(step, Accumulator)
         return replace(step, update=part_of(step, part, plan.compute), dtype=held_type(step, plan.compute))
 
-    # Rows one at a time: there are few, and nothing is shared between them.
-    tiles = {a: plan.choices.tile(a) or 1 if a in plan.features else 1 for a in plan.grid}
+    # Rows one at a time: there are few, and nothing is shared between them. What was stored lies along the last axis.
+    along = plan.grid[-1:] if plan.features and plan.grid[-1] not in plan.features else plan.features
+    tiles = {a: plan.choices.tile(a) or 1 if a in along else 1 for a in plan.grid}
     together = max(1, MERGED_AT_ONCE // max(math.prod(tiles.values()), 1))
     tiles[axis] = min(power_of_two(axis.extent), 1 << (together.bit_length() - 1))
     return KernelPlan(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ..dtype import is_float, itemsize
-from ..expr import Axis, Expr, Op, Reduce, children, free_axes, loads
+from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, loads
 from ..inner import (
     Sheared,
     as_product,
@@ -18,13 +18,16 @@ from ..inner import (
     is_product_of_loop,
     is_sequential,
 )
-from ..plan import Accumulator, KernelPlan
+from ..plan import Accumulator, KernelPlan, bounds_of
 from ..target import Target
 from .choose import COSTLY
 from .lay_out import touched_by
 
 # Of a processor and cycle (H100 whitepaper): operations of a matrix product in 16 bits, instructions, exponentials.
 MULTIPLIED, ISSUED, POWERS = 4096, 128, 16
+# Bytes that a processor takes from the L2 cache in a cycle, for tiles that no matrix product takes as they are: their
+# loads are not issued ahead of their use.
+LOADED = 24
 # Bytes that all processors together move in a cycle, and the cycles that a launch takes.
 MOVED, LAUNCH = 2000, 6000
 # Elements of a tile of the rows by the loop for each warp, and warps of a processor, that keep the matrix units busy.
@@ -50,7 +53,7 @@ def cycles(plan: KernelPlan, target: Target, once: bool = False) -> float:
       once: whether to count as if no element were computed again.
     """
     tiles = dict(plan.choices.tiles)
-    work = 0.0
+    work = loaded = 0.0
     for updates, axis in _bodies(plan):
         for e in updates:
             wide = _wide(plan, free_axes(e))
@@ -63,6 +66,8 @@ def cycles(plan: KernelPlan, target: Target, once: bool = False) -> float:
             count = min(count, _volume(free_axes(n))) if once else count
             if isinstance(n, Reduce):
                 work += count * _reduced(plan, n, n in products)
+            elif isinstance(n, Load):
+                loaded += count * itemsize(n.dtype) / LOADED if _is_matrix(plan, n) else 0
             elif isinstance(n, Op) and is_float(n.dtype):
                 work += count / (POWERS if n.name in COSTLY else ISSUED)
     rows = [n for a, n in tiles.items() if n > 1 and a in plan.grid and a not in plan.features]
@@ -70,7 +75,7 @@ def cycles(plan: KernelPlan, target: Target, once: bool = False) -> float:
     share = math.prod(rows) * max(columns, default=1) / plan.choices.warps / BUSY
     resident = max(1, target.shared_bytes // max(1, _staged(plan))) * plan.choices.warps
     busy = min(1.0, share) * min(1.0, resident / WARPS) ** 0.5
-    return work / (busy * target.processors) + _bytes(plan) / MOVED + LAUNCH
+    return (work / busy + loaded) / target.processors + _bytes(plan) / MOVED + LAUNCH
 
 
 def evaluated(plan: KernelPlan, exprs: Sequence[Expr], axis: Axis | None) -> tuple[dict[Expr, int], set[Expr]]:
@@ -107,14 +112,24 @@ def evaluated(plan: KernelPlan, exprs: Sequence[Expr], axis: Axis | None) -> tup
             return
         products.add(e)
         # Sides of a sheared product are of a window that all of a tile's elements share.
-        for c in factors(e.body) if as_product(e.body, e.axis, wide) is not None else ():
+        for c in _made_sides(e.body) if as_product(e.body, e.axis, wide) is not None else ():
             visit(c, steps)
 
     for e in exprs:
         product = axis is not None and is_product_of_loop(e, axis, _wide(plan, free_axes(e)))
-        for c in factors(e) if product else (e,):
+        for c in _made_sides(e) if product else (e,):
             visit(c, ())
     return found, products
+
+
+def _is_matrix(plan: KernelPlan, n: Load) -> bool:
+    """Whether a tile of a load has two sides in memory; a table that is read at places of both is small, and near."""
+    return len(_wide(plan, free_axes(n))) > 1 and all(len(free_axes(i)) < 2 for i in n.index)
+
+
+def _made_sides(product: Expr) -> list[Expr]:
+    """The factors of a product that are no loads alone: what is computed before it is multiplied."""
+    return [f for f in factors(product) if not isinstance(f, Load)]
 
 
 def _reduced(plan: KernelPlan, r: Reduce, is_product: bool) -> float:
@@ -157,19 +172,27 @@ def _staged(plan: KernelPlan) -> int:
     for loop in plan.loops:
         found = {n for s in loop.steps if isinstance(s, Accumulator) for n in loads(s.update)}
         # One matrix for both of its uses, in the product that makes the weights and in one that they are a side of.
+        # What is read at the sum of two indices is as wide as both of their tiles together.
         matrices = {
-            (n.source, tuple(sorted(tiles.get(a, covering_tile(a)) for a in free_axes(n))), itemsize(n.dtype))
+            (n.source, tuple(sorted(sum(tiles.get(a, covering_tile(a)) for a in free_axes(i)) for i in n.index)), n.dtype)
             for n in found
             if loop.axis in free_axes(n)
         }
-        held = sum(math.prod(sides) * size for _, sides, size in matrices if len([n for n in sides if n > 1]) > 1)
+        sized = ((itemsize(dtype), [n for n in sides if n > 1]) for _, sides, dtype in matrices)
+        held = sum(math.prod(sides) * size for size, sides in sized if len(sides) > 1)
         most = max(most, plan.choices.stages * held)
     return most
 
 
 def _programs(plan: KernelPlan, axes: frozenset[Axis]) -> int:
-    """How many programs evaluate the same element of something over these axes, for they differ in others."""
+    """How many programs evaluate the same element of something over these axes, for they differ in others.
+
+    Those that differ in one index that bounds a loop go through other tiles (each place of a table, where it is read).
+    """
     tiles, shared = dict(plan.choices.tiles), {loop.parts for loop in plan.loops}
+    for loop in plan.loops:
+        bounding = {a for bound in bounds_of(loop) if bound is not None for a in free_axes(bound)}
+        shared |= {a for a in bounding if tiles.get(a, a.extent) == 1}
     others = (a for a in plan.grid if a not in axes and a not in shared)
     return math.prod(-(-a.extent // tiles.get(a, a.extent)) for a in others)
 
