@@ -175,8 +175,9 @@ NARROW = (
 SEVERAL = (NARROW[0], (128, 64, 8, 2), (64, 64, 4, 2), *NARROW[1:])
 
 
-# A tile of fewer elements is small; and there are enough programs if each processor has so many.
-SMALL, FEW = 8192, 16
+# Elements of a tile that gives its warps enough to do; what is so many times smaller is small; and there are programs to
+# spare if each processor has so many.
+FULL, SMALL, FEW = 8192, 4, 16
 # How far over the registers the model may find a choice that is still compiled, to see whether it fits.
 SLACK = 1.1
 
@@ -217,13 +218,12 @@ def _widened(
 
     One that does goes with another along one side of a product, and is in no other sums but a loop's.
     """
-    tiles = dict(c.tiles)
-    size = math.prod(tiles.values())
-    programs = math.prod(-(-a.extent // n) for a, n in c.tiles if all(a != loop.axis for loop in loops))
-    room = min(SMALL // size, programs // (FEW * target.processors))
+    tiles, tiled = dict(c.tiles), frozenset(a for a, n in c.tiles if n > 1)
     updates = [(s.update, loop.axis) for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
-    sums = {n for e in (*(s.expr for s in stores), *(e for e, _ in updates)) for n in walk(e) if isinstance(n, Reduce)}
-    tiled = frozenset(a for a, n in c.tiles if n > 1)
+    exprs = [*(s.expr for s in stores), *(e for e, _ in updates)]
+    programs = math.prod(-(-a.extent // n) for a, n in c.tiles if all(a != loop.axis for loop in loops))
+    room = min(FULL // max(_largest(e, tiles, tiled) for e in exprs), int(programs / (FEW * target.processors)))
+    sums = {n for e in exprs for n in walk(e) if isinstance(n, Reduce)}
     products = any(is_product_of_loop(e, axis, tiled) for e, axis in updates)
 
     def allows(a: Axis) -> bool:
@@ -235,7 +235,7 @@ def _widened(
         shared = (any(free_axes(f) & tiled & {*tiles} for f in side) for side in sides)
         return bool(own) and None not in own and all(shared)
 
-    ways = [a for a in kinds.batch if a.extent > 1 and allows(a)] if room > 1 else []
+    ways = [a for a in kinds.batch if a.extent > 1 and allows(a)] if room >= SMALL else []
     if not ways:
         return None
     widest = max(ways, key=lambda a: (a.extent, a.name))

@@ -174,7 +174,11 @@ def _staged(plan: KernelPlan) -> int:
         # One matrix for both of its uses, in the product that makes the weights and in one that they are a side of.
         # What is read at the sum of two indices is as wide as both of their tiles together.
         matrices = {
-            (n.source, tuple(sorted(sum(tiles.get(a, covering_tile(a)) for a in free_axes(i)) for i in n.index)), n.dtype)
+            (
+                n.source,
+                tuple(sorted(sum(tiles.get(a, covering_tile(a)) for a in free_axes(i)) for i in n.index)),
+                n.dtype,
+            )
             for n in found
             if loop.axis in free_axes(n)
         }

@@ -1,0 +1,74 @@
+"""Heads that are mixed before and after the softmax, and back: how the work is shared out, and that it is right so."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import fl_pallas as fl
+from fl_pallas.schedule.passes import choose, hold, weigh
+from fl_pallas.schedule.plan import KernelPlan
+from tests.corpus.research import mixed_heads
+from tests.corpus.scores import talking_heads
+from tests.oracle import check_gradients
+from tests.unrun import unrun
+
+HEADS, DIM = 8, 64
+
+
+def inputs(batch: int, length: int, mixes: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    torch.manual_seed(length)
+    qkv = [torch.randn(batch, HEADS, length, DIM, dtype=dtype) for _ in range(3)]
+    mixing = [torch.randn(HEADS, HEADS, dtype=dtype) / math.sqrt(HEADS) for _ in range(mixes)]
+    return [t.to(device).requires_grad_() for t in (*qkv, *mixing)]
+
+
+def planned(fn: object, given: list[Tensor]) -> list[KernelPlan]:
+    with unrun():
+        return [plan for graph in fl.explain(fn, *given).graphs for plan in graph.kernels]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> list[KernelPlan]:
+    return planned(mixed_heads, inputs(8, 2048, 2, torch.bfloat16))
+
+
+def test_scores_are_made_before_heads_are_mixed(kernels: list[KernelPlan]) -> None:
+    """No program makes the scores of all heads anew: what is cut is made of what is held (r0_g0)."""
+    stored = {s.name for plan in kernels for s in plan.stores}
+    assert {"r0_h0", "r0_g0", "r0_t0"} <= stored
+
+
+def test_matrices_of_heads_lie_one_after_another(kernels: list[KernelPlan]) -> None:
+    large = [s.shape for plan in kernels for s in plan.stores if math.prod(s.shape) == 8 * HEADS * 2048 * 2048]
+    assert large and all(shape[-1] == 2048 for shape in large)
+
+
+def test_few_rows_of_mixed_heads_are_no_tile(kernels: list[KernelPlan]) -> None:
+    """A row of keys for all heads is too little for a program, where there are many."""
+    for plan in kernels:
+        tiles = dict(plan.choices.tiles)
+        programs = math.prod(-(-a.extent // (tiles.get(a) or 1)) for a in plan.grid)
+        mixing = any("bf16" == s.dtype and math.prod(s.shape) == 8 * HEADS * 2048 * 2048 for s in plan.stores)
+        if mixing and any(a.extent == HEADS and tiles[a] > 1 for a in plan.grid):
+            assert math.prod(tiles[a] for a in plan.grid) >= 2048 and programs < 100_000, (plan.name, tiles)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fn", [talking_heads, mixed_heads])
+@pytest.mark.filterwarnings("ignore::fl_pallas.errors.FallbackWarning")
+def test_right(fn: object, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of long sequences, for a short one."""
+    monkeypatch.setattr(hold, "SAVED", -1e12)
+    monkeypatch.setattr(hold, "TIMES", 0)
+    monkeypatch.setattr(weigh, "LAUNCH", 0)
+    monkeypatch.setattr(choose, "FEW", 0.01)
+    monkeypatch.setattr(choose, "MANY_ROWS", 1)
+    given = inputs(2, 70, 2 if fn is mixed_heads else 1, dtype, str(device))
+    rows = [a for plan in planned(fn, given) for a, n in plan.choices.tiles if a.extent == 70 and n in (2, 4, 8)]
+    assert rows or dtype == torch.float32, "no tile has several rows"
+    torch._dynamo.reset()
+    check_gradients(fn, fl.compile(fn), given)
