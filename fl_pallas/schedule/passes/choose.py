@@ -175,8 +175,8 @@ NARROW = (
 SEVERAL = (NARROW[0], (128, 64, 8, 2), (64, 64, 4, 2), *NARROW[1:])
 
 
-# Elements of a tile that gives its warps enough to do; what is so many times smaller is small; and there are programs to
-# spare if each processor has so many.
+# Elements of a tile that gives its warps enough to do; what is so many times smaller is small; and there are programs
+# to spare if each processor has so many.
 FULL, SMALL, FEW = 8192, 4, 16
 # How far over the registers the model may find a choice that is still compiled, to see whether it fits.
 SLACK = 1.1

@@ -61,7 +61,7 @@ def keep(
     _, _, rounded = grow_rounded(replace(joint, outputs=forward))
     whole = resolve_views(replace(joint, outputs=(*forward, *backward, *offered)), rounded=rounded)
     # Positions, and how many there are of something: computed again, they might be others.
-    positions = tuple(v.name for v in whole.values if v.name not in later and _is_found(v))
+    positions = tuple(v.name for v in whole.values if v.name not in later and _is_found(whole, v))
     cheap, statistics, fused = _kept(replace(joint, outputs=(*forward, *positions, *offered)))
     saved: set[str] = set()
     stack = [root_of(whole, name) for name in backward]
@@ -125,7 +125,11 @@ def _kept(viewed: Program) -> tuple[frozenset[str], frozenset[str], frozenset[st
         for v in (program.by_name[m] for m in region.members):
             if v.name in results:
                 continue
-            if v.expr is not None and reductions(v.expr) and v.name not in region.large:
+            # A mask of pairs, counted over a short axis, is as large as the scores.
+            is_mask = not is_float(v.dtype) and v.numel >= min(
+                (program.by_name[m].numel for m in region.large), default=0
+            )
+            if v.expr is not None and reductions(v.expr) and v.name not in region.large and not is_mask:
                 statistics.add(v.name)
             else:
                 found.discard(v.name)
@@ -166,8 +170,17 @@ def _extrema(program: Program, v: Value, saved: set[str]) -> set[str]:
             continue
         for these, others in ((left, right), (right, left)):
             extrema = {root for s in these - others if _is_extremum(program.by_name[root := root_of(program, s)])}
+            if n.name != "eq":
+                extrema = {s for s in extrema if _reduces(program, s, others)}
             found |= {s for s in extrema if _is_asked_of_elements(program, v, s, others)}
     return found
+
+
+def _reduces(program: Program, extremum: str, others: set[str]) -> bool:
+    """Whether an extremum is of one of these as it is: by how much others are less, a bit more or less is no matter."""
+    return not {root_of(program, r) for r in program.by_name[extremum].reads}.isdisjoint(
+        root_of(program, name) for name in others
+    )
 
 
 def _is_asked_of_elements(program: Program, v: Value, extremum: str, others: set[str]) -> bool:
@@ -178,10 +191,22 @@ def _is_asked_of_elements(program: Program, v: Value, extremum: str, others: set
     return elements and not depends(program, others, {extremum})
 
 
-def _is_found(v: Value) -> bool:
+def _is_found(program: Program, v: Value) -> bool:
     """Whether `v` is an integer that is found among floats, or by what they are compared with."""
     found = reductions(v.expr) if v.expr is not None and is_int(v.dtype) else []
-    return any(not is_int(n.dtype) for r in found for n in loads(r))
+    return any(_is_of_floats(program, n.source) for r in found for n in loads(r) if not is_int(n.dtype))
+
+
+def _is_of_floats(program: Program, name: str) -> bool:
+    """Whether a value is a float, or made of one."""
+    stack, seen = [name], {name}
+    while stack:
+        v = program.by_name[stack.pop()]
+        if is_float(v.dtype):
+            return True
+        stack += {*v.reads} - seen
+        seen.update(v.reads)
+    return False
 
 
 def _is_extremum(v: Value) -> bool:

@@ -16,6 +16,8 @@ from .weigh import ISSUED, LAUNCH, MOVED, POWERS
 
 # Float operations of a prologue that may be repeated in the loop (column side) or per row tile (row side).
 MAX_COLUMN_OPS, MAX_ROW_OPS = 3, 12
+# Elements of a set that each pair of a row and a column asks something of.
+MAX_COUNTED = 64
 # Rows of a tile; and instructions for an element that goes through registers to the matrix units, where what is loaded
 # as it is goes there straight.
 ROWS, THROUGH_REGISTERS = 128, 8
@@ -54,7 +56,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
         sides[v.name] = ((rows, cols),)
         expands = v.numel > sum(program.by_name[r].numel for r in v.reads)
         if two_sided or (expands and (not reductions(v.expr) or len(v.reads) == 1)) or _is_distance(program, v):
-            fits = expands or not reductions(v.expr)
+            fits = expands or not reductions(v.expr) or _is_of_small_sets(program, v)
         elif reductions(v.expr) or v.projection or (is_float(v.dtype) and _read_across(v, readers)):
             fits = False
         elif v.name in chosen_by or (v.name in returned and is_rounded(program, v, members)):
@@ -71,6 +73,19 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
         if fits:
             members.add(v.name)
     return members - _going_on(program, members - own, longer, loops)
+
+
+def _is_of_small_sets(program: Program, v: Value) -> bool:
+    """Whether `v` counts, over a short axis, what is asked element by element of integers that are few (tags that two
+    tokens share)."""
+    assert v.expr is not None
+    if is_float(v.dtype) or math.prod(r.axis.extent for r in reductions(v.expr)) > MAX_COUNTED:
+        return False
+    asked = [program.by_name[r] for r in v.reads]
+    if any(u.expr is None or reductions(u.expr) or is_float(u.dtype) or len(program.users[u.name]) > 1 for u in asked):
+        return False
+    given = {r for u in asked for r in u.reads}
+    return v.numel > sum(program.by_name[r].numel for r in given)
 
 
 def _going_on(program: Program, added: set[str], longer: set[str], loops: Mapping[str, frozenset[Axis]]) -> set[str]:

@@ -1,0 +1,59 @@
+"""Masks and biases of what pairs of tokens have in common: tags, roles, bits of hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import fl_pallas as fl
+from tests.oracle import check_gradients
+
+
+def masked(q: Tensor, forbidden: Tensor) -> Tensor:
+    return (q @ q.mT / 4).masked_fill(forbidden, -1e4).softmax(-1) @ q
+
+
+def any_tag(q: Tensor, t: Tensor) -> Tensor:
+    return masked(q, ~(t[:, :, None] & t[:, None]).any(-1))
+
+
+def all_roles(q: Tensor, t: Tensor) -> Tensor:
+    return masked(q, ~(~t[:, None] | t[:, :, None]).all(-1))
+
+
+def hamming(q: Tensor, t: Tensor) -> Tensor:
+    return masked(q, (t[:, :, None] != t[:, None]).sum(-1) > 4)
+
+
+def jaccard(q: Tensor, t: Tensor) -> Tensor:
+    both, either = t[:, :, None] & t[:, None], t[:, :, None] | t[:, None]
+    return (q @ q.mT / 4 + (both.sum(-1) / either.sum(-1).clamp(min=1)).to(q.dtype)).softmax(-1) @ q
+
+
+def shared_id(q: Tensor, t: Tensor) -> Tensor:
+    ids = t.to(torch.int64) * torch.arange(1, 9, device=t.device)
+    return masked(q, ~(ids[:, :, None, :, None] == ids[:, None, :, None, :]).flatten(-2).any(-1))
+
+
+def near_the_largest(q: Tensor, t: Tensor) -> Tensor:
+    """Mining: what counts is how far a score is from the row's largest, of which no gradient is asked."""
+    s = q @ q.mT / 4 + t.sum(-1, dtype=q.dtype)[:, None]
+    return torch.where(s - 0.1 < s.amax(-1, keepdim=True).detach(), s.exp(), 0).sum(-1)
+
+
+PROGRAMS = (any_tag, all_roles, hamming, jaccard, shared_id, near_the_largest)
+
+
+@pytest.mark.parametrize("fn", PROGRAMS)
+def test_fused(fn: Callable[..., Tensor], device: torch.device) -> None:
+    """Both passes, and nothing of all pairs is stored or told."""
+    torch.manual_seed(3)
+    q = torch.randn(2, 65, 16, device=device, requires_grad=True)
+    tags = torch.rand(2, 65, 8, device=device) > 0.6
+    explained = fl.explain(fn, q, tags)
+    assert not explained.fallbacks and all(graph.kernels for graph in explained.graphs)
+    torch._dynamo.reset()
+    check_gradients(fn, fl.compile(fn, fallback="error"), [q, tags])
