@@ -10,24 +10,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental.pallas import triton as plgpu
 from jaxlib.mlir import ir
 
-_GATHER, _EXTREME = "fl_pallas gather ", "fl_pallas extreme "
+_GATHER, _EXTREME = "fl_pallas gather", "fl_pallas extreme "
 _EXTREMES = {"max": "arith.maximumf", "min": "arith.minimumf"}
 
 
 def gather(x: Array, at: Array, axis: int, interpret: bool) -> Array:
     """The elements of `x`, of two dimensions, at int32 indices `at` along `axis`; `at` is as wide along the other.
 
-    Triton's op for it, `tt.gather`, goes through shared memory.
+    Triton's op for it, `tt.gather`, goes through shared memory, where it puts the indices of the first dimension next
+    to each other; a warp holds those of the last. So it is given one row, of which all is next to each other.
     """
     if interpret:
         return jnp.take_along_axis(x, at, axis)
-    # Inline assembly wants operands of one shape: what comes of a reduction of `x` leads to it.
-    shape = jnp.broadcast_to(jnp.max(x, axis=axis, keepdims=True), at.shape)
-    return _named(f"{_GATHER}{axis}", shape, at, x.dtype)
+    here = lax.broadcasted_iota(jnp.int32, at.shape, 1 - axis)
+    rows, columns = (here, at) if axis else (at, here)
+    flat = (rows * jnp.int32(x.shape[1]) + columns).reshape(1, at.size)
+    row = x.reshape(1, x.size)
+    # Inline assembly wants operands of one shape: what comes of a reduction of `row` leads to it.
+    led = jnp.broadcast_to(jnp.max(row, axis=1, keepdims=True), flat.shape)
+    return _named(_GATHER, led, flat, x.dtype).reshape(at.shape)
 
 
 def extreme(kind: str, a: Array, b: Array) -> Array:
@@ -53,18 +58,18 @@ def with_native(entry: list[Any]) -> None:
                 made = ir.Operation.create(_EXTREMES[text.removeprefix(_EXTREME)], [op.results[0].type], [*op.operands])
             op.results[0].replace_all_uses_with(made.results[0])
             op.erase()
-        elif text.startswith(_GATHER):
-            _gathered(op, int(text.removeprefix(_GATHER)))
+        elif text == _GATHER:
+            _gathered(op)
 
 
-def _gathered(op: Any, axis: int) -> None:
+def _gathered(op: Any) -> None:
     led, at = op.operands
     (out,) = op.results
     dead = [op]
     while dead[-1].name != "tt.reduce":
         dead.append(led.owner)
         led = led.owner.operands[0]
-    along = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), axis)
+    along = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 1)
     # With a layout that Triton finds efficient, warps would exchange registers, and spill them.
     with ir.InsertionPoint(op):
         made = ir.Operation.create(

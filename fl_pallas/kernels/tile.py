@@ -50,12 +50,15 @@ from ..schedule.inner import (
     covering_tile,
     is_matrix_product,
     is_sequential,
+    power_of_two,
     within_sides,
 )
 from ..schedule.integer import bounds, from_linear, is_inside, linear
+from ..schedule.magnitude import magnitude
 from .blocks import Block, Blocks, block_load, block_shape, flattened
 from .native import extreme, gather
 from .pointwise import POINTWISE
+from .turn import turned
 
 JNP = {
     "f32": jnp.float32, "f64": jnp.float64, "bf16": jnp.bfloat16, "f16": jnp.float16, "i8": jnp.int8,
@@ -65,6 +68,9 @@ IDENTITY = {"sum": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf, "any": F
 # Longer sums that are taken one index at a time are loops: unrolled, all their operands would be loaded at once.
 UNROLL = 4
 CHUNK = 64
+# Where tiles are so small that these elements are those of many indices, or all, sums take as many at once: the loads
+# of one index after another wait for memory each time. They are the first dimension, which a thread has to itself.
+AT_ONCE, MANY, FIRST = 16384, 64, Axis("%first", 1)
 # Least side of a matrix product.
 ROWS = 16
 # The least side of a tile that Triton takes to shared memory for a product without its sides being multiplied out.
@@ -214,6 +220,8 @@ class Evaluator:
 
         def key(a: Axis) -> tuple[int, int, str]:
             a = self.places.get(a, a)
+            if a == FIRST:
+                return -1, 0, ""
             if a in self.features:
                 return 2, self.features.index(a), ""
             return (0, self.order.index(a), "") if a in self.order else (1, 0, a.name)
@@ -344,6 +352,8 @@ class Evaluator:
             arrays[0] = arrays[0] + never().astype(arrays[0].dtype)
         if e.name == "div" and self.compute == "f32" and (inverse := _inverse(e.args[1])) is not None:
             return Tile(arrays[0] * jnp.float32(inverse), axes)
+        if e.name in ("sin", "cos") and self.compute == "f32" and len(axes) > 1:
+            return Tile(turned(e.name, arrays[0], magnitude(e.args[0])), axes)
         if e.name == "rounded" and self.interpret:
             # XLA takes the cast and its inverse for nothing.
             return Tile(lax.reduce_precision(arrays[0], 8, 7), axes)
@@ -719,14 +729,19 @@ class Evaluator:
         return Tile(lax.transpose(t.array, tuple(t.axes.index(a) for a in axes)), axes)
 
     def _sequential(self, r: Reduce) -> Tile:
-        """One index (or, for a long matrix product, one chunk) of the reduced axis at a time."""
+        """One index (or one chunk: for a long matrix product, and where tiles are small) of the axis at a time."""
         wide = self.wide(free_axes(r.body) | {r.axis})
         whole = is_matrix_product if self._gathers() else as_product
         product = r.kind == "sum" and bool(whole(r.body, r.axis, wide))
-        side = CHUNK if product else 1
         axes = self.sorted_axes(free_axes(r))
-        steps = -(-r.axis.extent // side)
         shape = tuple(self.side(a) for a in axes)
+        side = CHUNK if product else 1
+        places = self.places
+        if not product and r.kind == "sum" and is_float(r.body.dtype) and not reductions(r.body):
+            most, extent = AT_ONCE // math.prod(shape), power_of_two(r.axis.extent)
+            side = min(most, extent) if most >= min(MANY, extent) else 1
+            self.places = {**places, r.axis: FIRST}  # elsewhere in the kernel it may be any dimension
+        steps = -(-r.axis.extent // side)
         held = jnp.int32 if r.kind in ("any", "all") else self._type(r)
         total = jnp.full(shape, identity_of(r.kind, held))
         probe = self.push({r.axis: jnp.int32(0)}, {r.axis: side})
@@ -748,6 +763,7 @@ class Evaluator:
                 total = step(n, total)
         else:
             total = lax.fori_loop(0, steps, step, total)
+        self.places = places
         return Tile(total != 0 if r.kind in ("any", "all") else total, axes)
 
 

@@ -77,7 +77,9 @@ def test_other_lengths(gathered: list[tuple[int, ...]]) -> None:
 def test_in_triton_ir(name: str) -> None:
     ((plan, lower),) = kernels_of(name, torch.bfloat16)
     made = lower(plan)
-    assert "elementwise_inline_asm" not in made.ttir and made.ttir.count("tt.gather") >= 1
+    gathers = [line for line in made.ttir.splitlines() if "tt.gather" in line]
+    # Of one row: neighbours of a warp are neighbours in shared memory.
+    assert "elementwise_inline_asm" not in made.ttir and gathers and all("(tensor<1x" in line for line in gathers)
     cubin = compile_ttir(simplified(made, 90), 90)
     assert "wgmma" in cubin.asm["ptx"] and cubin.stack == 0
 

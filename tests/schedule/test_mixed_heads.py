@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import fl_pallas as fl
+from fl_pallas.schedule.expr import Expr, Load, Op, Reduce, children, walk
 from fl_pallas.schedule.passes import choose, hold, weigh
-from fl_pallas.schedule.plan import KernelPlan
+from fl_pallas.schedule.plan import Accumulator, KernelPlan
 from tests.corpus.research import mixed_heads
 from tests.corpus.scores import talking_heads
 from tests.oracle import check_gradients
@@ -36,10 +37,16 @@ def kernels() -> list[KernelPlan]:
     return planned(mixed_heads, inputs(8, 2048, 2, torch.bfloat16))
 
 
+def expressions(kernels: list[KernelPlan]) -> list[Expr]:
+    updates = [s.update for plan in kernels for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)]
+    return [*updates, *(s.expr for plan in kernels for s in plan.stores)]
+
+
 def test_scores_are_made_before_heads_are_mixed(kernels: list[KernelPlan]) -> None:
-    """No program makes the scores of all heads anew: what is cut is made of what is held (r0_g0)."""
-    stored = {s.name for plan in kernels for s in plan.stores}
-    assert {"r0_h0", "r0_g0", "r0_t0"} <= stored
+    """No program makes the scores of all heads anew: heads are mixed of what is stored."""
+    sums = [n for e in expressions(kernels) for n in walk(e) if isinstance(n, Reduce)]
+    mixing = [r for r in sums if r.axis.extent == HEADS]
+    assert mixing and not any(n.axis.extent == DIM for r in mixing for n in walk(r.body) if isinstance(n, Reduce))
 
 
 def test_matrices_of_heads_lie_one_after_another(kernels: list[KernelPlan]) -> None:
@@ -55,6 +62,20 @@ def test_few_rows_of_mixed_heads_are_no_tile(kernels: list[KernelPlan]) -> None:
         mixing = any("bf16" == s.dtype and math.prod(s.shape) == 8 * HEADS * 2048 * 2048 for s in plan.stores)
         if mixing and any(a.extent == HEADS and tiles[a] > 1 for a in plan.grid):
             assert math.prod(tiles[a] for a in plan.grid) >= 2048 and programs < 100_000, (plan.name, tiles)
+
+
+def test_scores_are_stored_as_their_normaliser_is(kernels: list[KernelPlan]) -> None:
+    """Mixed scores of 16 bits, about a logarithm of 32 bits, gave weights that do not add up to 1: twice the error."""
+
+    def exponents(e: Expr) -> list[Load]:
+        if isinstance(e, Load):
+            return [e]
+        return [] if isinstance(e, Reduce) else [n for c in children(e) for n in exponents(c)]
+
+    nodes = [n for e in expressions(kernels) for n in walk(e)]
+    powers = [n for n in nodes if isinstance(n, Op) and n.name in ("exp", "exp2")]
+    found = [n for p in powers for n in exponents(p)]
+    assert found and {n.dtype for n in found} == {"f32"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

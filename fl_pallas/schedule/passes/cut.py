@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ..build import rewrite, substitute
 from ..dtype import compute_dtype
-from ..expr import Axis, Expr, Load, Reduce, free_axes, index, load, loads, reductions, ref, walk
+from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, index, load, loads, reductions, ref, walk
 from ..program import Value
 from .fuse import Fused, Output, join_group
 from .share import renaming
@@ -52,9 +52,10 @@ def cut(fused: Fused, name: str) -> tuple[Fused, ...]:
             own = {a: Axis(f"x{n}", a.extent) for n, a in enumerate(shape)}
             expr = substitute(c.node, {a: index(b) for a, b in own.items()})
             # A maximum and the sum about it have to agree, and part of a longer sum is kept as that sum is: in 32 bits
-            # at least, but for what is as large as an operand.
+            # at least, but for what is as large as an operand. So is a score, about a normaliser of 32 bits.
             small = not _is_larger_than_read(c.node, 1 / LARGE)
-            dtype = compute_dtype([c.node.dtype]) if small or _is_part(fused, c.node) else c.node.dtype
+            exact = small or _is_part(fused, c.node) or _is_exponent(fused, c.node)
+            dtype = compute_dtype([c.node.dtype]) if exact else c.node.dtype
             outputs.append(Output(label, tuple(own.values()), dtype, expr))
             replaced[c.node] = load(label, tuple(index(a) for a in shape), dtype)
         kernels += cut(Fused(tuple(outputs)), f"{name}_c{len(kernels)}")
@@ -72,6 +73,20 @@ def _is_part(fused: Fused, node: Expr) -> bool:
     """Whether `node` is itself what a sum adds up."""
     is_other = isinstance(node, Reduce) and node.kind != "sum"
     return not is_other and any(s.kind == "sum" and s.body is node for o in fused.outputs for s in reductions(o.expr))
+
+
+def _is_exponent(fused: Fused, node: Expr) -> bool:
+    """Whether `node` is raised to a power with no sum in between."""
+    powers = [n for o in fused.outputs for n in walk(o.expr) if isinstance(n, Op) and n.name in ("exp", "exp2")]
+    seen: set[Expr] = set()
+
+    def holds(e: Expr) -> bool:
+        if e in seen:
+            return False
+        seen.add(e)
+        return e is node or not isinstance(e, Reduce) and any(map(holds, children(e)))
+
+    return any(map(holds, powers))
 
 
 def cut_apart(groups: tuple[Fused, ...], name: str) -> tuple[Fused, ...]:

@@ -18,6 +18,7 @@ from ..inner import (
     is_product_of_loop,
     is_sequential,
 )
+from ..integer import linear
 from ..plan import Accumulator, KernelPlan, bounds_of
 from ..target import Target
 from .choose import COSTLY
@@ -209,7 +210,19 @@ def _bytes(plan: KernelPlan) -> int:
     """What is loaded, each element once, and the sectors of what is stored."""
     exprs: list[Expr] = [s.expr for s in plan.stores]
     exprs += [s.update for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)]
-    read = sum(
-        math.prod(a.extent for a in free_axes(n)) * itemsize(n.dtype) for n in {n for e in exprs for n in loads(e)}
-    )
+    read = sum(_read(n) * itemsize(n.dtype) for n in {n for e in exprs for n in loads(e)})
     return read + sum(math.prod(s.shape) * touched_by(s.index, s.shape, itemsize(s.dtype), plan) for s in plan.stores)
+
+
+def _read(n: Load) -> int:
+    """Elements that a load takes, each counted once."""
+    return min(_volume(free_axes(n)), math.prod(map(_reach, n.index)))
+
+
+def _reach(i: Expr) -> int:
+    """How many places an index may take, at most: positions j - i are as many as both axes have together."""
+    terms, _ = linear(i)
+    apart = (
+        (abs(k), _volume(free_axes(t)) if loads(t) else sum(a.extent for a in free_axes(t))) for t, k in terms.items()
+    )
+    return max(1, min(_volume(free_axes(i)), sum(k * n for k, n in apart)))
