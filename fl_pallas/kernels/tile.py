@@ -345,8 +345,9 @@ class Evaluator:
         if not is_float(e.dtype) and e.dtype != "bool" and e.name != "select":
             kind = jnp.promote_types(kind, self._type(e))
         arrays[first:] = [a.astype(kind) for a in arrays[first:]]
-        if e.name == "tanh" and e.dtype == "bf16" and not self.interpret:
-            # One instruction, and four times as accurate as the bfloat16 that PyTorch would round to.
+        if e.name == "tanh" and e.dtype == "bf16" and axes and not self.interpret:
+            # One instruction, and four times as accurate as the bfloat16 that PyTorch would round to. Of a number
+            # alone JAX would make a tensor, which goes with no other number.
             return Tile(plgpu.approx_tanh(arrays[0]), axes)
         if e.name in ("floordiv", "mod") and axes and not self.interpret and _is_narrow(e.args[0]):
             arrays[0] = arrays[0] + never().astype(arrays[0].dtype)

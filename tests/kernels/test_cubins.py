@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fl_pallas as fl
@@ -307,3 +308,16 @@ def test_tuning_tells_whether_fewer_registers_pay(stack: int, forms: tuple, monk
     assert unseen.lowered.registers == 0
     found = fitting(plan, lambda _: made, 90, count=2)
     assert {f.lowered.registers for f in found} == set(forms)
+
+
+def capped_cross_entropy(x: Tensor, classes: Tensor, label: Tensor) -> Tensor:
+    """The score of a row's label is a number, whose tanh is no tile's."""
+    return F.cross_entropy((30 * torch.tanh(x @ classes.T / 30)).float(), label, label_smoothing=0.1)
+
+
+def test_tanh_of_a_number() -> None:
+    x, classes = (torch.randn(n, 64, dtype=torch.bfloat16) for n in (512, 4096))
+    kernels = kernels_made(capped_cross_entropy, (x, classes, torch.randint(1024, (512,))))
+    assert len(kernels) > 1
+    for plan, lower in kernels:
+        assert compile_ttir(lower(plan), 90).binary
