@@ -25,7 +25,7 @@ from .bridge.autograd import differentiated
 from .bridge.dlpack import DlpackKernel, float32_products
 from .bridge.launch import DirectKernel, Family, unavailable
 from .bridge.rest import Whole, compile_rest
-from .bridge.splice import RegionRunner, splice
+from .bridge.splice import RegionRunner, splice, with_reshapes
 from .capture import translate
 from .capture.aten import mutates_inputs, to_aten
 from .capture.drawn import give_back
@@ -415,6 +415,8 @@ class _Specialised:
 
         def compiler(aten: torch.fx.GraphModule, args: Sequence[Any], known: Known) -> Callable[..., Any]:
             plain = torch.fx.GraphModule(aten, _copied(aten.graph))
+            with_reshapes(plain.graph)
+            plain.recompile()
             try:
                 with compile_lock:
                     run, schedules[name] = self._compiled(aten, args, plain, name, known)

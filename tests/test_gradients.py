@@ -28,6 +28,7 @@ from .oracle import check, check_gradients, gradient_errors
 from .programs import BY_NAME, FUSED, Case
 from .test_programs import dtype_name
 from .unrun import unrun
+from .wide import wide_inputs
 
 pytestmark = pytest.mark.usefixtures("repeated")
 
@@ -97,6 +98,14 @@ def test_gradients(case: Case, dtype: torch.dtype, seq: int, device: torch.devic
     forward, backward = graphs.get("forward"), graphs.get("backward")
     if forward and backward and forward.kernels and not forward.fallbacks and case.name not in QUADRATIC:
         assert not backward.fallbacks, "\n".join(map(str, backward.fallbacks))
+
+
+def test_views_of_other_strides(device: torch.device) -> None:
+    """What PyTorch computes as a whole may have other strides than were traced: a view of it raised."""
+    case = BY_NAME["performer_linear"]
+    inputs = wide_inputs(case, 128, torch.bfloat16, device)
+    assert inputs is not None
+    check_gradients(case.fn, fl.compile(case.fn), inputs, name=case.name)
 
 
 @pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")

@@ -86,14 +86,19 @@ def splice(gm: GraphModule, runners: Sequence[RegionRunner]) -> GraphModule:
                 result = graph.call_function(item, (call, n))
                 nodes[name].replace_all_uses_with(result)
                 nodes[name] = result
-    for n in graph.nodes:
-        if n.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
-            # Kernels write contiguous tensors, where PyTorch may keep the strides of what it reads.
-            n.target = torch.ops.aten.reshape.default
+    with_reshapes(graph)
     sort(graph)
     graph.eliminate_dead_code()
     gm.recompile()
     return gm
+
+
+def with_reshapes(graph: torch.fx.Graph) -> None:
+    """Views become reshapes: kernels write contiguous tensors, where PyTorch may keep the strides of what it reads, and
+    its operations may give other strides than were traced (a sum of what is expanded and what is transposed)."""
+    for n in graph.nodes:
+        if n.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            n.target = torch.ops.aten.reshape.default
 
 
 def item(values: Sequence[torch.Tensor], n: int) -> torch.Tensor:

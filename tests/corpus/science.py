@@ -104,6 +104,12 @@ def vector_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("hij,jhcx->ixhc", weights, v)
 
 
+def gravity(points: Tensor, masses: Tensor) -> Tensor:
+    """What bodies pull each other by, softened; points [s,3], masses [s]."""
+    apart = points[None] - points[:, None]
+    return (masses[:, None] * apart * (apart.square().sum(-1, keepdim=True) + 0.1) ** -1.5).sum(1)
+
+
 def _differential(g: Draw) -> tuple[Tensor, ...]:
     q1, k1, q2, k2 = (g.normal(1, 2, g.seq, 16) for _ in range(4))
     return q1, k1, q2, k2, g.normal(1, 2, g.seq, 32), g.values(0.35)[0]
@@ -165,4 +171,5 @@ CASES = (
     Case("ipa_scores", ipa_scores, _ipa_scores),
     Case("ipa", ipa, _ipa),
     Case("vector_values", vector_values, _vector_values),
+    Case("gravity", gravity, lambda g: (g.normal(g.seq, 3), g.uniform(g.seq, low=0.1))),
 )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from ..build import cast, negate, op, select, substitute
 from ..dtype import is_float, is_int
 from ..expr import Axis, Const, Expr, Load, Op, Reduce, Ref, const, free_axes, index, raw_op, reductions, ref, walk
-from ..inner import factors
+from ..inner import as_product, factors
 from ..integer import bounds
 from ..laws import (
     Nonseparable,
@@ -95,13 +95,12 @@ def is_batch_sum(r: Reduce) -> bool:
     """Whether `r` sums products of matrices, each of whose factors is another for each index: it is no side of them,
     and a tile of the products is summed over it (the gradient of a bias that a batch shares)."""
     inner = reductions(r.body)
-    products = [[f for f in factors(c.body) if c.axis in free_axes(f)] for c in inner]
+    varying = [[free_axes(f) for f in factors(c.body) if c.axis in free_axes(f)] for c in inner]
+    shared = [free_axes(c.body).intersection(*sides) for c, sides in zip(inner, varying)]
     return (
         r.kind == "sum"
-        and bool(inner)
-        and all(
-            is_covered(c) and len(fs) > 1 and all(r.axis in free_axes(f) for f in fs) for c, fs in zip(inner, products)
-        )
+        and all(is_covered(c) and r.axis in axes for c, axes in zip(inner, shared))
+        and any(as_product(c.body, c.axis, free_axes(c.body) - axes) is not None for c, axes in zip(inner, shared))
     )
 
 
