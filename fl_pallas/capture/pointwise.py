@@ -17,6 +17,8 @@ from .tensor import At, Indices, Number, Spec, Tensor, common_dtype, constant, e
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _TESTS = (*build.COMPARISONS, "isnan", "isinf")
+# The largest whole power that is taken by multiplications: others take 80 instructions an element.
+WHOLE = 8
 
 
 class Arith:
@@ -106,12 +108,22 @@ def _remainder(f: Arith, a: Any, b: Any) -> Expr:
 def _pow(f: Arith, x: Any, p: Any) -> Expr:
     if not isinstance(p, (int, float)):
         return f("pow", x, p)
-    if p in (1, 2, 3, 4):
-        square = f("mul", x, x)
-        return {1: x, 2: square, 3: f("mul", square, x), 4: f("mul", square, square)}[int(p)]
-    if is_float(f.dtype) and p in (-0.5, -1, -2):
-        return f("rsqrt", x) if p == -0.5 else f("div", 1, x if p == -1 else f("mul", x, x))
+    if is_float(f.dtype) and abs(p) == 0.5:  # as PyTorch does
+        return f("sqrt" if p > 0 else "rsqrt", x)
+    if p in range(1, WHOLE + 1):
+        return _whole_power(f, x, int(p))
+    if is_float(f.dtype) and -p in range(1, WHOLE + 1):
+        return f("div", 1, _whole_power(f, x, int(-p)))
     return f("pow", x, p)
+
+
+def _whole_power(f: Arith, x: Any, n: int) -> Any:
+    """By squaring, from n = 1 on."""
+    if n == 1:
+        return x
+    half = _whole_power(f, x, n // 2)
+    square = f("mul", half, half)
+    return f("mul", square, x) if n % 2 else square
 
 
 def _clamp(f: Arith, x: Expr, min: Any = None, max: Any = None) -> Expr:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from .build import negate, op, select
 from .dtype import is_float, itemsize
-from .expr import Axis, Const, Expr, Load, Op, Ref, const, free_axes, loads, walk
+from .expr import Axis, Const, Expr, Load, Op, Reduce, Ref, const, free_axes, loads, walk
 
 MAX_TERMS = 8
 MAX_SHIFTS = 2
@@ -277,9 +277,11 @@ def non_negative(e: Expr, positive: frozenset[str]) -> bool:
         return e.value >= 0
     if isinstance(e, Ref):
         return e.name in positive
+    if isinstance(e, Reduce):
+        return e.kind != "prod" and non_negative(e.body, positive)
     if not isinstance(e, Op):
         return False
-    if e.name in ("exp", "exp2", "abs", "sigmoid", "sqrt", "rsqrt"):
+    if e.name in ("exp", "exp2", "abs", "sigmoid", "sqrt", "rsqrt") or _is_square(e):
         return True
     if e.name in ("mul", "div", "add", "min"):
         return all(non_negative(a, positive) for a in e.args)
@@ -288,6 +290,10 @@ def non_negative(e: Expr, positive: frozenset[str]) -> bool:
     if e.name == "select":
         return all(non_negative(a, positive) for a in e.args[1:])
     return False
+
+
+def _is_square(e: Op) -> bool:
+    return e.name == "mul" and e.args[0] is e.args[1] and is_float(e.dtype)
 
 
 def holds_large(e: Expr) -> bool:

@@ -112,3 +112,29 @@ def test_masks_keep_their_factors(device: torch.device) -> None:
     inputs[3][:, ::2] = 1
     inputs[3][7] = 0
     run_and_check(masked, fl.compile(masked), inputs)
+
+
+@pytest.mark.parametrize("power", [-3, -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 5, 8])
+def test_powers_are_products(power: float, device: torch.device) -> None:
+    """Of a root, where nothing is negative (of -inf it would be NaN); 0 among the bases, as a point's own distance."""
+
+    def potential(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        return ((x[:, None] - y).square().sum(-1) ** power).clamp(max=1e3) @ v
+
+    x, y = torch.randn(40, 3, device=device), torch.randn(45, 3, device=device)
+    y[7] = x[3]
+    inputs = [x, y, torch.randn(45, 4, device=device)]
+    text = "\n".join(plan_text(p) for plans in captured(potential, inputs).made.kernels for p in plans)
+    assert "store" in text and "pow" not in text, text
+    run_and_check(potential, fl.compile(potential), inputs)
+
+
+@pytest.mark.parametrize("power", [0.5, 1.5, -1.5, 3, 7])
+def test_powers_of_anything_are_pytorchs(power: float, device: torch.device) -> None:
+    def power_of_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        p = (q @ k.mT + mask) ** power
+        return torch.where(p.isfinite(), p, p.isnan() * 2.0).clamp(-1e3, 1e3) @ v
+
+    inputs = [torch.randn(40, 16, device=device) for _ in range(3)] + [torch.zeros(40, 40, device=device)]
+    inputs[3][:, ::5] = float("-inf")
+    run_and_check(power_of_scores, fl.compile(power_of_scores), inputs)
