@@ -252,7 +252,8 @@ def test_non_negative_is_right(e: Expr) -> None:
 
 NON_NEGATIVE = {
     "exp": (o("exp", f), True),
-    "square by mul": (o("mul", f, f), False),
+    "square by mul": (o("mul", f, f), True),
+    "product": (o("mul", f, g), False),
     "abs": (o("abs", f), True),
     "known reference": (a0, True),
     "unknown reference": (m0, False),
