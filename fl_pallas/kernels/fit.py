@@ -17,8 +17,9 @@ from .cubin import WARP, Cubin, compile_ttir, is_serial, simplified
 from .lower import Lowered
 from .reproducers import off_the_terminal
 
-# Bytes of spilled registers that a thread may have; a few, outside of the loop, do no harm.
-SPILL = 64
+# Bytes of spilled registers that a thread may have; a few, outside of the loop, do no harm. Some more are not taken
+# unseen: tuning tells whether wide tiles are worth them, where narrower ones leave Hopper's matrix instructions unused.
+SPILL, TRIED_SPILL = 64, 256
 # A multiprocessor's registers and warps; registers are handed out to a thread in such steps; shared memory that a
 # program takes besides its own.
 REGISTERS, WARPS, STEP, RESERVED = 65536, 64, 8, 1024
@@ -53,7 +54,8 @@ def fitting(
       lower: a plan to Triton IR.
       capability: compute capability of the device; 90 is sm_90.
       count: how many are wanted; as many are compiled at once. With several, the first may come in two forms and by
-        addresses too, and each with as many registers as it asks for and with fewer, for tuning to tell.
+        addresses too, and each with as many registers as it asks for and with fewer, and those met on the way that
+        spill somewhat more come last, for tuning to tell.
 
     Raises: Unsupported if none compiles and fits shared memory.
     """
@@ -80,7 +82,8 @@ def fitting(
             (spilling if first.cubin.stack > SPILL else fit).append(first)
             tighter += [f for f in fewer if f.cubin.stack <= SPILL and f.choices.blocks]
     if fit:
-        return (*fit, *(tighter if count > 1 else ()))
+        some = [f for f in spilling if f.cubin.stack <= TRIED_SPILL]
+        return (*fit, *tighter, *some) if count > 1 else tuple(fit)
     if not spilling:
         raise refusal or Unsupported(plan.name, "it has no choices")
     return (min(spilling, key=lambda f: f.cubin.stack),)
