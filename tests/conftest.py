@@ -8,7 +8,7 @@ from importlib.metadata import version
 # oneDNN's AMX product of bfloat16 matrices carries the NaN of one row into others (torch 2.13): such a reference
 # is worth nothing. It reads this when PyTorch first multiplies.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
-# Interpreted kernels are compiled once and run once: what XLA would optimise takes longer than it saves.
+# As bridge/dlpack.py tells XLA of small kernels; here of all, for each runs once.
 # jaxlib 0.10 has flags for it that a later one ends the process at.
 os.environ.setdefault(
     "XLA_FLAGS",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import version
 
 import torch
 
@@ -27,6 +29,14 @@ if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
 
 # JAX takes CPU memory as it is only at this alignment; bytes.
 ALIGNMENT = 64
+# Elements that the programs and loops of a kernel go over, up to which XLA does not optimise it for a CPU: that would
+# take longer than tens of calls do.
+SMALL = 2**26
+# What XLA makes for a CPU is in one piece, for each maps memory, of which a process has 65530 maps; jaxlib 0.11 has no
+# longer the way of fusing that takes half of the time.
+ONE_PIECE = {"xla_cpu_parallel_codegen_split_count": 1} | (
+    {"xla_cpu_use_fusion_emitters": False} if version("jaxlib").startswith("0.10.") else {}
+)
 
 
 def float32_products() -> str:
@@ -91,6 +101,12 @@ def _current(device: torch.device | None) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
 
 
+def compiler_options(plan: KernelPlan) -> dict[str, int | bool]:
+    """What XLA is told of a kernel that it compiles for a CPU."""
+    work = math.prod(a.extent for a in plan.grid) * max(1, sum(loop.axis.extent for loop in plan.loops))
+    return ONE_PIECE | ({"xla_backend_optimization_level": 0} if work <= SMALL else {})
+
+
 class DlpackKernel:
     """A KernelPlan that runs on tensors through JAX."""
 
@@ -99,8 +115,9 @@ class DlpackKernel:
         self.names = operand_names(plan)
         self._compiled = functools.lru_cache(maxsize=64)(self._compile)
 
-    def _compile(self, specs: tuple[TensorSpec, ...], precision: object):
-        return jax.jit(pallas_function(self.plan, specs, precision, self.interpret))
+    def _compile(self, specs: tuple[TensorSpec, ...], precision: object, on_cpu: bool):
+        options = compiler_options(self.plan) if on_cpu else None
+        return jax.jit(pallas_function(self.plan, specs, precision, self.interpret), compiler_options=options)
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run on the tensors named by `names`; returns the plan's stores, each a new tensor."""
@@ -109,6 +126,7 @@ class DlpackKernel:
         operands = [t if device is None or t.device == device else t.to(device) for t in operands]
         with _current(device), jax.enable_x64(True):
             views = [flat_view(t) for t in operands]
-            run = self._compiled(tuple(spec for _, spec in views), matmul_precision(self.interpret))
+            on_cpu = device is None or device.type == "cpu"
+            run = self._compiled(tuple(spec for _, spec in views), matmul_precision(self.interpret), on_cpu)
             results = run(*(to_jax(flat) for flat, _ in views))
             return [to_torch(x, s.shape, s.dtype) for x, s in zip(results, self.plan.stores, strict=True)]

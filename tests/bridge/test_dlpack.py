@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fl_pallas.bridge.dlpack import ALIGNMENT, DlpackKernel, flat_view, to_jax, to_torch
+from fl_pallas.bridge.dlpack import ALIGNMENT, DlpackKernel, compiler_options, flat_view, to_jax, to_torch
 from fl_pallas.capture.dtypes import short_dtype
 from fl_pallas.schedule.expr import Axis, index, load
 from fl_pallas.schedule.plan import Choices, KernelPlan, Store
@@ -211,6 +211,18 @@ def test_the_interpreter_stores_nothing_beside_its_tile() -> None:
     x = torch.randn(17, 17)
     (out,) = DlpackKernel(plan, True)([x])
     assert torch.equal(out, x)
+
+
+def test_xla_leaves_small_kernels_as_they_are() -> None:
+    """A first call on a CPU took three times as long, and a hundred programs all of a process's memory maps."""
+
+    def copied(rows: int) -> KernelPlan:
+        axes = Axis("x0", rows), Axis("x1", 64)
+        store = Store("out", axes, "f32", load("x", tuple(map(index, axes)), "f32"))
+        return KernelPlan("k", axes, (), (), (store,), "f32", Choices(tuple((a, 64) for a in axes)))
+
+    small, large = (compiler_options(copied(n)) for n in (2**20, 2**20 + 1))
+    assert small.pop("xla_backend_optimization_level") == 0 and small == large
 
 
 @pytest.mark.gpu
