@@ -175,6 +175,10 @@ NARROW = (
 SEVERAL = ((64, 64, 4, 3), (128, 64, 8, 2), (64, 64, 4, 2), *NARROW)
 
 
+# (row, other, loop, warps), for sums of elements that a thread takes by itself: by what is compiled of them.
+BY_THREAD = ((32, 64, 4, 4), (64, 64, 4, 8), (16, 64, 8, 4), (32, 32, 8, 4))
+
+
 # Elements of a tile that gives its warps enough to do; what is so many times smaller is small; and there are programs
 # to spare if each processor has so many.
 FULL, SMALL, FEW = 8192, 4, 16
@@ -210,7 +214,33 @@ def choose(
         if wider is not None and pressure(wider, kinds, loops, stores, bytes_, target) <= SLACK:
             found.append(wider)
         found.append(c)
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys((*_by_thread(kinds, loops), *found)))
+
+
+def _by_thread(kinds: Roles, loops: tuple[Loop, ...]) -> list[Choices]:
+    """Choices for a loop that sums elements of two parallel axes and its own, and multiplies no matrices (gradients of
+    additive scores): a tile has both, so that what lacks one of them is loaded once for many, and few indices of the
+    loop, so that a thread has a sum of its own.
+    """
+    if len(loops) != 1 or kinds.row is None or len(kinds.features) > 1:
+        return []
+    (loop,) = loops
+    updates = [s.update for s in loop.steps if isinstance(s, Accumulator) and not reductions(s.update)]
+    if len(updates) < len(loop.steps) or loop.axis.extent < MIN_TILE or kinds.row.extent < MIN_TILE:
+        return []
+    wide = {kinds.row, loop.axis}
+    others = [a for a in kinds.features or kinds.batch if all(wide | {a} <= free_axes(e) for e in updates)]
+    # Neighbours lie side by side in memory.
+    last = {n.index[-1] for e in updates for n in loads(e) if n.index}
+    along = [a for a in others if a.extent >= MIN_TILE and index(a) in last]
+    if not along or any(is_product_of_loop(e, loop.axis, frozenset(wide | {along[-1]})) for e in updates):
+        return []
+    fixed: dict[Axis, int] = {a: 1 for a in kinds.batch}
+    ways = []
+    for row, other, step, warps in BY_THREAD:
+        sides = {along[-1]: min(other, power_of_two(along[-1].extent)), kinds.row: row, loop.axis: step}
+        ways.append(Choices(tuple((fixed | sides).items()), warps, 1))
+    return ways
 
 
 def _widened(
