@@ -13,7 +13,8 @@ from dataclasses import replace
 from ..build import substitute
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, index, load, loads, reductions, walk
-from ..plan import KernelPlan
+from ..inner import is_product_of_loop
+from ..plan import Accumulator, KernelPlan
 from ..target import Target
 from .fuse import Fused, Output
 from .share import renaming
@@ -51,7 +52,9 @@ def hold(
 
     plans = plan(groups)
     before = sum(cycles(p, target) for p in plans)
-    if before < SAVED or before < AGAIN * sum(cycles(p, target, once=True) for p in plans):
+    if before < SAVED:
+        return groups
+    if before < AGAIN * sum(cycles(p, target, once=True) for p in plans) and not any(map(_is_by_element, plans)):
         return groups
     best, least, room = groups, before, target.room
     for n in range(MAX_HELD - already):
@@ -63,6 +66,17 @@ def hold(
         which = min(range(len(ways)), key=times.__getitem__)
         best, least, room = ways[which], times[which], room - _bytes(*found[which])
     return best if TIMES * least < before and before - least > SAVED else groups
+
+
+def _is_by_element(plan: KernelPlan) -> bool:
+    """Whether a loop sums elements of three axes, and has sums of two of them to make before (the distances of pairs
+    and their gradients): with those loaded, each thread would sum its own."""
+    tiled = frozenset(a for a, n in plan.choices.tiles if n > 1)
+    updates = [(s.update, loop.axis) for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)]
+    return any(
+        reductions(e) and len(free_axes(e) & tiled) > 2 and not is_product_of_loop(e, axis, tiled)
+        for e, axis in updates
+    )
 
 
 def _bytes(e: Expr, dtype: str) -> int:

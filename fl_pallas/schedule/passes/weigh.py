@@ -55,14 +55,17 @@ def cycles(plan: KernelPlan, target: Target, once: bool = False) -> float:
     """
     tiles = dict(plan.choices.tiles)
     work = loaded = 0.0
+    multiplies = False
     for updates, axis in _bodies(plan):
         for e in updates:
             wide = _wide(plan, free_axes(e))
             if axis is not None and is_product_of_loop(e, axis, wide):
+                multiplies = True
                 count = _volume(free_axes(e)) * _programs(plan, free_axes(e))
                 shifted = as_shifted(e, axis, wide) if as_product(e, axis, wide) is None else None
                 work += 2 * (1 if shifted is None else _wider(plan, shifted)) * count / MULTIPLIED
         times, products = evaluated(plan, updates, axis)
+        multiplies |= bool(products)
         for n, count in times.items():
             count = min(count, _volume(free_axes(n))) if once else count
             if isinstance(n, Reduce):
@@ -71,7 +74,9 @@ def cycles(plan: KernelPlan, target: Target, once: bool = False) -> float:
                 loaded += count * itemsize(n.dtype) / LOADED if _is_matrix(plan, n) else 0
             elif isinstance(n, Op) and is_float(n.dtype):
                 work += count / (POWERS if n.name in COSTLY else ISSUED)
-    rows = [n for a, n in tiles.items() if n > 1 and a in plan.grid and a not in plan.features]
+    # Features are a side of matrix products; where there are none, they are elements as others are.
+    apart = plan.features if multiplies else ()
+    rows = [n for a, n in tiles.items() if n > 1 and a in plan.grid and a not in apart]
     columns = [tiles.get(loop.axis, 1) for loop in plan.loops]
     share = math.prod(rows) * max(columns, default=1) / plan.choices.warps / BUSY
     resident = max(1, target.shared_bytes // max(1, _staged(plan))) * plan.choices.warps
