@@ -154,3 +154,17 @@ def pooled(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 def test_layers_are_pytorchs_whatever_is_pooled(device: torch.device) -> None:
     found = fl.explain(pooled, torch.randn(2, 33, 8, device=device), torch.randn(8, 40, device=device))
     assert found.kernel_count == 0 and not found.fallbacks
+
+
+def test_what_lies_along_rows_or_along_columns_is_no_weight(device: torch.device) -> None:
+    """Gradients of a sum that is written element by element: PyTorch makes one side of the product with an axis of
+    extent 1, which is no batch's."""
+    inputs = torch.randn(33, 4, device=device), torch.randn(33, 4, device=device)
+    check_gradients(drawn_apart, fl.compile(drawn_apart, fallback="error"), inputs)
+
+
+def drawn_apart(x: Tensor, v: Tensor) -> Tensor:
+    """A step of Stein's variational gradient."""
+    d = x[:, None] - x
+    near = torch.exp(d.square().sum(-1) / -2)[..., None]
+    return (near * v + near * d).mean(1)

@@ -175,7 +175,7 @@ def _is_searched(program: Program, v: Value) -> bool:
     """Whether nothing becomes of a product with a weight but its extremes along all that the weight brings, or their
     places: the code next to a vector."""
     assert v.expr is not None
-    rank = max((len(program.by_name[r].axes) for r in v.reads), default=0)
+    rank = _rank(program, v)
     weights = {r for r in v.reads if _is_weight(program, program.by_name[r], rank)}
     touched = [(n.source in weights, _touched(n)) for n in loads(v.expr)]
     along = {v.name: frozenset(v.axes).difference(*(t for weight, t in touched if not weight))}
@@ -316,9 +316,17 @@ def has_weight(program: Program, v: Value) -> bool:
     """Whether an operand of the product is a parameter, or a matrix where the other has batch axes; or either changed
     by what is made of such (normalised, with an update of low rank). A product of weights (learned queries) is none.
     """
-    sources = [program.by_name[r] for r in v.reads if is_float(program.by_name[r].dtype)]
-    rank = max((len(s.axes) for s in sources), default=0)
-    return any(_is_weight(program, s, rank) for s in sources)
+    rank = _rank(program, v)
+    return any(_is_weight(program, s, rank) for r in v.reads if is_float((s := program.by_name[r]).dtype))
+
+
+def _rank(program: Program, v: Value) -> int:
+    """The most axes that an operand of `v` has, less those along which it is repeated (`x[:, None] * y`)."""
+    shapes = [s.shape for r in v.reads if is_float((s := program.by_name[r]).dtype)]
+    by_element = v.expr is not None and not reductions(v.expr)
+    alike = [by_element and len(s) == len(v.shape) for s in shapes]
+    repeated = [sum(n == 1 < whole for n, whole in zip(s, v.shape)) if a else 0 for s, a in zip(shapes, alike)]
+    return max((len(s) - n for s, n in zip(shapes, repeated)), default=0)
 
 
 def _is_weight(program: Program, v: Value, rank: int) -> bool:
