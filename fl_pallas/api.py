@@ -6,9 +6,11 @@ import contextlib
 import functools
 import re
 import sys
+import types
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -58,6 +60,8 @@ DEPTH = 10_000
 TRANSFORMED = "kernels have no rules for torch.func's transforms and for forward-mode derivatives"
 
 _warned: set[tuple] = set()
+# The backend of an `explain` that is running: what is compiled inside of what it explains is explained too.
+_explaining: ContextVar[Backend | None] = ContextVar("explaining", default=None)
 
 
 def compile(
@@ -111,13 +115,24 @@ def explain(fn: Any, *args: Any, **kwargs: Any) -> Explanation:
       fn: what one would give to `fl.compile`, or what that returned.
     """
     explanation = Explanation()
-    original = getattr(fn, "_orig_mod", None) or getattr(fn, "__fl_original__", fn)
+    original = getattr(fn, "_orig_mod", None) or _original(fn)
     backend = Backend({"fallback": "torch"}, explanation)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)
-        out = _compiled(original, backend)(*args, **kwargs)
-        _differentiate(out)
+    before = _explaining.set(backend)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            out = _compiled(original, backend)(*args, **kwargs)
+            _differentiate(out)
+    finally:
+        _explaining.reset(before)
     return explanation
+
+
+def _original(fn: Any) -> Any:
+    """What `compile` was given to make `fn`, bound as that is; `fn` itself where it was not."""
+    if isinstance(fn, types.MethodType) and hasattr(fn.__func__, "__fl_original__"):
+        return types.MethodType(fn.__func__.__fl_original__, fn.__self__)
+    return getattr(fn, "__fl_original__", fn)
 
 
 def _differentiate(out: Any) -> None:
@@ -153,7 +168,14 @@ def _has_recompile_limit() -> bool:
 
 def _guarded(call: Callable[..., Any], plain: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
     """`call` with errors of ours; where a transform of PyTorch would see through, `plain`, of which it is made."""
-    apart = torch.compiler.disable(call)
+
+    def known(*args: Any, **kwargs: Any) -> Any:
+        explaining = _explaining.get()
+        if explaining is None or backend is explaining:
+            return call(*args, **kwargs)
+        return _compiled(plain, explaining)(*args, **kwargs)
+
+    apart = torch.compiler.disable(known)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -165,7 +187,7 @@ def _guarded(call: Callable[..., Any], plain: Callable[..., Any], backend: Backe
             return plain(*args, **kwargs)
         try:
             try:
-                return call(*args, **kwargs)
+                return known(*args, **kwargs)
             except RuntimeError as error:
                 if "FX to symbolically trace" not in str(error):
                     raise
@@ -230,6 +252,10 @@ class Backend:
     def __deepcopy__(self, _: dict[int, Any]) -> Backend:
         """Itself: kernels serve the copy of a module (an average of its weights, say) as they serve the module."""
         return self
+
+    def __reduce__(self) -> Any:
+        """What is pickled of a compiled module is its settings: kernels are made anew."""
+        return Backend, (self.given,)
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         settings, end = config.merged(**self.given), _early_end(gm)
@@ -334,7 +360,7 @@ class _Specialised:
         return Whole(self.gm) if rest and _has_inductor(_device(args), self.settings) else self.gm
 
     def _planned(self, args: Sequence[Any]) -> Callable[..., Any]:
-        reason = _unfit(args)
+        reason = _unfit(args) or _enabled(self.gm, args)
         if reason is not None:
             # Say so only where something would have been fused.
             history: list[Stage] = []
@@ -636,6 +662,14 @@ def _unfit(args: Sequence[Any]) -> str | None:
     if any(t.layout is not torch.strided or type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
         return "a tensor that is sparse, nested or of a subclass"
     return None
+
+
+def _enabled(gm: torch.fx.GraphModule, args: Sequence[Any]) -> str | None:
+    """Why PyTorch must run a graph that turns gradients on by itself where they are off; None if it does not."""
+    if torch.is_grad_enabled() or not any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+        return None
+    found = any(n.target is torch._C._set_grad_enabled and n.args[0] is True for n in gm.graph.nodes)
+    return "torch.enable_grad inside of what is called under torch.no_grad" if found else None
 
 
 def _device(args: Sequence[Any]) -> torch.device:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -417,6 +419,11 @@ def test_module_is_copied() -> None:
     assert torch.equal(averaged(x), before)
     with pytest.raises(fl.InputError):
         copied(torch.randn(1, 64, 31))
+
+
+def test_module_is_pickled() -> None:
+    compiled, x = fl.compile(frozen(), fallback="error"), torch.randn(2, 33, 32)
+    assert torch.equal(pickle.loads(pickle.dumps(compiled))(x), compiled(x))
 
 
 def test_module_inside_a_module() -> None:
@@ -1184,6 +1191,31 @@ def test_explain_takes_what_compile_gave() -> None:
     assert fused(fl.compile(attention), *x) == fused(attention, *x) == 1
     layer = frozen()
     assert fused(fl.compile(layer), torch.randn(2, 64, 32)) == 1
+
+
+def test_explain_takes_compiled_methods() -> None:
+    class Model:
+        scale = 0.2
+
+        @fl.compile
+        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return torch.softmax(q @ k.mT * self.scale, -1) @ v
+
+        @classmethod
+        @fl.compile
+        def plain(cls, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return torch.softmax(q @ k.mT * cls.scale, -1) @ v
+
+    for method in (Model().attend, Model.plain):
+        assert fl.explain(method, *qkv()).kernel_count == 1
+
+
+def test_explain_looks_into_what_is_compiled_inside() -> None:
+    inner, x = fl.compile(attention), qkv()
+    assert fl.explain(lambda q, k, v: inner(q, k, v) + 1, *x).kernel_count == 1
+    assert fl.explain(functools.partial(inner, x[0]), *x[1:]).kernel_count == 1
+    outer = nn.Sequential(fl.compile(frozen()), nn.GELU())
+    assert fl.explain(outer, torch.randn(2, 33, 32)).kernel_count == 1
 
 
 def test_explain_says_what_kernels_store_between_them() -> None:

@@ -242,6 +242,21 @@ def test_gradients_inside() -> None:
     same([fl.compile(force)(*x)], [force(*x)])
 
 
+@pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")
+def test_gradients_that_are_turned_on_inside() -> None:
+    """Forces are evaluated so: PyTorch computes what kernels would compute without gradients."""
+
+    @fl.compile
+    def energy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return attention(q, k, v).square().sum()
+
+    x = qkv()
+    with torch.no_grad():
+        out = energy(*x)
+    same(torch.autograd.grad(out, x), torch.autograd.grad(attention(*x).square().sum(), x))
+
+
 @pytest.mark.parametrize("asked", ["q", "k", "v", "qk", "qv"])
 def test_some_inputs_require_gradients(asked: str) -> None:
     x = dict(zip("qkv", (t.detach() for t in qkv())))

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
 from ..errors import FlPallasError, Unsupported
-from .decompose import attention, encoder_layer
+from .decompose import attention, encoder_layer, flex
 from .random import OPENED
 
 F = torch.nn.functional
@@ -119,6 +119,21 @@ class OpenAttention(TorchFunctionMode):
         return _OPENED.get(func, func)(*args, **(kwargs or {}))
 
 
+_FLEX = torch.ops.higher_order.flex_attention
+
+
+class Opener(torch.fx.Interpreter):
+    """Runs a graph of torch functions with PyTorch's attention functions opened up, and source lines kept."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.fx.traceback.preserve_node_meta(), OpenAttention():
+            return super().run(*args, **kwargs)
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        # (An operator of higher order: modes are told of its parts alone.)
+        return super().call_function(flex if target is _FLEX else target, args, kwargs)
+
+
 def to_aten(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphModule:
     """The ATen graph of `gm` for inputs of these shapes, strides, dtypes and devices.
 
@@ -135,10 +150,7 @@ def to_aten(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphMo
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in inputs]
 
-    def run(*args: Any) -> Any:
-        with torch.fx.traceback.preserve_node_meta(), OpenAttention():
-            return torch.fx.Interpreter(gm).run(*args)
-
+    run: Any = Opener(gm).run
     if any(_is_transform(n) for n in gm.graph.nodes):
         # PyTorch makes operations in place functional by a transform of this kind, which must not lie around another.
         whole = _traced(run, fakes, mode)
@@ -151,8 +163,8 @@ def to_aten(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphMo
 
 
 def _is_transform(node: torch.fx.Node) -> bool:
-    """Whether the node enters or leaves a function transform (`torch.vmap`)."""
-    return (getattr(node.target, "__module__", None) or "").startswith("torch._functorch")
+    """Whether the node enters or leaves a function transform (`torch.vmap`), or is made with one."""
+    return node.target is _FLEX or (getattr(node.target, "__module__", None) or "").startswith("torch._functorch")
 
 
 def _trace(run: Any, fakes: list[Any], mode: FakeTensorMode) -> torch.fx.GraphModule:

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch._decomp import core_aten_decompositions, decomposition_table
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import _vmap_for_bhqkv
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import Unsupported
@@ -52,6 +54,36 @@ def attention(
     # Only a bias can hide a whole row, which then counts as 0.
     weights = scores.softmax(-1) if bias is None else torch.ops.aten._safe_softmax(scores, -1)
     return dropped(weights.to(v.dtype), dropout) @ v
+
+
+def flex(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    score_mod: Any,
+    block_mask: tuple,
+    scale: float,
+    options: dict[str, Any],
+    of_scores: tuple = (),
+    of_masks: tuple = (),
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What `flex_attention` computes; of the block mask what it is made of alone: which pairs see each other.
+
+    Args:
+      score_mod, block_mask: functions of a score and its place, and of a place (the last of the tuple).
+      of_scores, of_masks: tensors that these read.
+
+    Returns: the result, and of each row the logarithm of the sum and the maximum of its scores, in base 2.
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    places = [torch.arange(n, device=q.device) for n in scores.shape]
+    scored = _vmap_for_bhqkv(score_mod, (0,), (None,) * len(of_scores))
+    masked = _vmap_for_bhqkv(block_mask[-1], (), (None,) * len(of_masks))
+    with TransformGetItemToIndex():
+        scores = scored(scores, *places, *of_scores).masked_fill(~masked(*places, *of_masks), -math.inf)
+    out = torch.ops.aten._safe_softmax(scores, -1).to(v.dtype) @ v
+    return out, scores.logsumexp(-1) / math.log(2), scores.amax(-1) / math.log(2)
 
 
 def encoder_layer(

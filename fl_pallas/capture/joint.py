@@ -15,14 +15,13 @@ from torch._functorch import config
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
-from torch.fx.traceback import preserve_node_meta
 
 from ..errors import Unsupported
 from ..schedule.build import substitute
 from ..schedule.expr import Expr, load, loads
 from ..schedule.passes.keep import Kept
 from ..schedule.program import Program, Value, left_to_pytorch
-from .aten import OpenAttention
+from .aten import Opener
 from .copies import read_copy
 from .distribute import distribute
 from .drawn import Inner, give_back
@@ -254,10 +253,7 @@ def _with_own_results(call: Boxed, returned: int) -> Boxed:
 def _opened(gm: GraphModule) -> GraphModule:
     """`gm` as one call, in which PyTorch's attention functions are opened up and source lines kept."""
 
-    def run(*args: Any) -> Any:
-        with preserve_node_meta(), OpenAttention():
-            return torch.fx.Interpreter(gm).run(*args)
-
+    run = Opener(gm).run
     graph = torch.fx.Graph()
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     inputs = [graph.placeholder(n.name) for n in placeholders]

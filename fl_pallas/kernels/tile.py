@@ -481,6 +481,16 @@ class Evaluator:
     # --- reductions -----------------------------------------------------------------------------
 
     def _reduce(self, r: Reduce) -> Tile:
+        if not any(r.axis in s.sides for s in self.scopes):
+            return self._reduced(r)
+        # Inside of a sum over an axis of the same name and extent, of which one index is taken at a time.
+        self.push({r.axis: jnp.int32(0)}, {r.axis: covering_tile(r.axis)})
+        try:
+            return self._reduced(r)
+        finally:
+            self.pop()
+
+    def _reduced(self, r: Reduce) -> Tile:
         wide = self.wide(free_axes(r.body) | {r.axis})
         if is_sequential(r, wide) or not self._gathers() and as_sheared(r.body, r.axis, wide) is not None:
             return self._sequential(r)

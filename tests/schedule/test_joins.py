@@ -121,3 +121,50 @@ def test_what_is_summed_along_a_shift_has_lost_a_side() -> None:
     assert backward.schedule is not None and not backward.fallbacks
     (region,) = backward.schedule.regions
     assert all(backward.schedule.program.by_name[m].numel >= 4 * 257 * 257 for m in region.large)
+
+
+def of_one_cloud(x: Tensor, y: Tensor) -> Tensor:
+    """Distances of a batch of one, as PyTorch's `cdist` is often called."""
+    return torch.cdist(x[None], y[None])[0].min(1).values
+
+
+def nearest(x: Tensor, codes: Tensor) -> Tensor:
+    """The code next to each vector of a batch."""
+    return codes[torch.cdist(x, codes).argmin(-1)]
+
+
+def most_alike(x: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+    x, codes = (torch.nn.functional.normalize(t, dim=-1) for t in (x, codes))
+    return (x @ codes.T).max(-1)
+
+
+@pytest.mark.parametrize("fn", [of_one_cloud, nearest, most_alike])
+def test_no_distance_is_stored(fn: Callable[..., Tensor], device: torch.device) -> None:
+    shape = (70, 3) if fn is of_one_cloud else (2, 33, 3)
+    inputs = torch.randn(shape, device=device), torch.randn(100, 3, device=device)
+    run_and_check(fn, fl.compile(fn, fallback="error"), inputs)
+    assert fl.explain(fn, *inputs).kernel_count == 1
+
+
+def pooled(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each feature that a layer makes, over tokens; and of each four features."""
+    return (x @ w).amax(1), (x @ w).unflatten(-1, (-1, 4)).amax(-1)
+
+
+def test_layers_are_pytorchs_whatever_is_pooled(device: torch.device) -> None:
+    found = fl.explain(pooled, torch.randn(2, 33, 8, device=device), torch.randn(8, 40, device=device))
+    assert found.kernel_count == 0 and not found.fallbacks
+
+
+def test_what_lies_along_rows_or_along_columns_is_no_weight(device: torch.device) -> None:
+    """Gradients of a sum that is written element by element: PyTorch makes one side of the product with an axis of
+    extent 1, which is no batch's."""
+    inputs = torch.randn(33, 4, device=device), torch.randn(33, 4, device=device)
+    check_gradients(drawn_apart, fl.compile(drawn_apart, fallback="error"), inputs)
+
+
+def drawn_apart(x: Tensor, v: Tensor) -> Tensor:
+    """A step of Stein's variational gradient."""
+    d = x[:, None] - x
+    near = torch.exp(d.square().sum(-1) / -2)[..., None]
+    return (near * v + near * d).mean(1)

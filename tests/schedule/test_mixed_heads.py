@@ -14,7 +14,7 @@ from fl_pallas.schedule.passes import choose, hold, weigh
 from fl_pallas.schedule.plan import Accumulator, KernelPlan
 from tests.corpus.research import mixed_heads
 from tests.corpus.scores import talking_heads
-from tests.oracle import check_gradients
+from tests.oracle import check_gradients, run_and_check
 from tests.unrun import unrun
 
 HEADS, DIM = 8, 64
@@ -93,3 +93,16 @@ def test_right(fn: object, dtype: torch.dtype, device: torch.device, monkeypatch
     assert rows or dtype == torch.float32, "no tile has several rows"
     torch._dynamo.reset()
     check_gradients(fn, fl.compile(fn), given)
+
+
+def mixed_channels(q: Tensor, k: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    """The scores of heads become channels, which a gate sums: q, k [h,s,d], w [c,h], u [c]."""
+    channels = torch.einsum("hij,ch->ijc", torch.exp(q @ k.mT / q.shape[-1]), w)
+    return (torch.tanh(channels) @ u).sum(1)
+
+
+def test_channels_and_features_are_as_many(device: torch.device) -> None:
+    """A sum of channels, one at a time, has a product inside whose axis goes by the same name."""
+    shapes = (2, 33, 8), (2, 33, 8), (8, 2), (8,)
+    given = tuple(torch.randn(shape, device=device) for shape in shapes)
+    run_and_check(mixed_channels, fl.compile(mixed_channels, fallback="error"), given)

@@ -50,15 +50,16 @@ def join(program: Program, v: Value) -> Seed | None:
     whole = [r for r in reductions(v.expr) if free_axes(r) >= wide]
     # What has an operand of its own size changes that one alone: a norm, with its means and weights.
     changed = any(is_float(n.dtype) and _touched(n) >= wide for n in found)
+    short: Seed | None = None
     for n, a in enumerate(found):
         for b in found[n + 1 :]:
             rows, cols = _touched(a) & own - _touched(b), _touched(b) & own - _touched(a)
             contracted = any(r.kind == "sum" and a in loads(r.body) and b in loads(r.body) for r in whole)
             if rows and cols and (contracted or not changed):
                 return Seed(v, rows, cols)
-            if contracted and is_float(a.dtype) and is_float(b.dtype) and 1 in v.shape:
-                return Seed(v, rows, cols)
-    return _placed(v, found)
+            if short is None and contracted and is_float(a.dtype) and is_float(b.dtype) and 1 in v.shape:
+                short = Seed(v, rows, cols)  # of a row by itself (a norm among distances), where no other pair has both
+    return short or _placed(v, found)
 
 
 def _placed(v: Value, found: list[Load]) -> Seed | None:
@@ -122,10 +123,10 @@ def is_larger(program: Program, seed: Seed) -> bool:
 def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     """Whether a region grows from this join.
 
-    Joins with a weight are projections unless they are normalised (learned keys) and larger than
-    their sources. Others must be larger than their sources and be reduced later, those of elements also larger than
-    all inputs, or normalised; a shorter one (short sequences) must be coupled, and not merely lead to another join of
-    that kind.
+    Joins with a weight are projections unless they are larger than their sources, and normalised (learned keys) or
+    searched (codes). Others must be larger than their sources and be reduced later, those of elements also larger
+    than all inputs, or normalised; a shorter one (short sequences) must be coupled, and not merely lead to another
+    join of that kind.
     """
     v = seed.value
     assert v.expr is not None
@@ -135,7 +136,8 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     larger = is_larger(program, seed)
     if has_weight(program, v):
         contraction = max((r.axis.extent for r in reductions(v.expr)), default=1)
-        return followed and larger and contraction <= MAX_WEIGHT_CONTRACTION and _is_normalised(program, seed)
+        asked = followed and larger and contraction <= MAX_WEIGHT_CONTRACTION
+        return asked and (_is_normalised(program, seed) or _is_searched(program, v))
     if larger:
         # Angles, positions by frequencies: a table that is smaller than what it turns.
         given = max((i.numel for i in program.values if i.op == "input"), default=0)
@@ -167,6 +169,36 @@ def _is_normalised(program: Program, seed: Seed) -> bool:
         elif not found:
             own.add(u.name)
     return False
+
+
+def _is_searched(program: Program, v: Value) -> bool:
+    """Whether nothing becomes of a product with a weight but its extremes along all that the weight brings, or their
+    places: the code next to a vector."""
+    assert v.expr is not None
+    rank = _rank(program, v)
+    weights = {r for r in v.reads if _is_weight(program, program.by_name[r], rank)}
+    touched = [(n.source in weights, _touched(n)) for n in loads(v.expr)]
+    along = {v.name: frozenset(v.axes).difference(*(t for weight, t in touched if not weight))}
+    found = False
+    for u in program.values:
+        reads = () if u.expr is None else [n for n in loads(u.expr) if n.source in along]
+        if u.expr is None and not along.keys().isdisjoint(u.reads):
+            return False
+        if not reads:
+            continue
+        own = frozenset(u.axes) & frozenset().union(*(_along(program.by_name[n.source], n, along) for n in reads))
+        kinds = {r.kind for r in reductions(u.expr)} if u.expr is not None else set()
+        if kinds - {"max", "min"} or bool(own) == bool(kinds):
+            return False
+        if own:
+            along[u.name] = own
+        found |= bool(kinds)
+    return found and bool(along[v.name])
+
+
+def _along(v: Value, node: Load, along: dict[str, frozenset[Axis]]) -> frozenset[Axis]:
+    """Axes that index, in a load of `v`, the ones it has in `along`."""
+    return frozenset().union(*(free_axes(i) for a, i in zip(v.axes, node.index) if a in along[v.name]))
 
 
 def _is_exponent(program: Program, v: Value) -> bool:
@@ -284,9 +316,17 @@ def has_weight(program: Program, v: Value) -> bool:
     """Whether an operand of the product is a parameter, or a matrix where the other has batch axes; or either changed
     by what is made of such (normalised, with an update of low rank). A product of weights (learned queries) is none.
     """
-    sources = [program.by_name[r] for r in v.reads if is_float(program.by_name[r].dtype)]
-    rank = max((len(s.axes) for s in sources), default=0)
-    return any(_is_weight(program, s, rank) for s in sources)
+    rank = _rank(program, v)
+    return any(_is_weight(program, s, rank) for r in v.reads if is_float((s := program.by_name[r]).dtype))
+
+
+def _rank(program: Program, v: Value) -> int:
+    """The most axes that an operand of `v` has, less those along which it is repeated (`x[:, None] * y`)."""
+    shapes = [s.shape for r in v.reads if is_float((s := program.by_name[r]).dtype)]
+    by_element = v.expr is not None and not reductions(v.expr)
+    alike = [by_element and len(s) == len(v.shape) for s in shapes]
+    repeated = [sum(n == 1 < whole for n, whole in zip(s, v.shape)) if a else 0 for s, a in zip(shapes, alike)]
+    return max((len(s) - n for s, n in zip(shapes, repeated)), default=0)
 
 
 def _is_weight(program: Program, v: Value, rank: int) -> bool:
