@@ -7,6 +7,8 @@ import torch
 
 import fl_pallas as fl
 from fl_pallas.schedule.passes import hold
+from fl_pallas.schedule.plan import operand_names
+from tests.kernels.test_cubins import kernels_made
 from tests.oracle import check, check_gradients
 from tests.programs import BY_NAME
 from tests.unrun import unrun
@@ -61,3 +63,14 @@ def test_what_reads_what_is_held_is_held_too(monkeypatch: pytest.MonkeyPatch) ->
     with unrun():
         found = fl.explain(BY_NAME["talking_heads"].fn, *inputs)
     assert {"r0_h0", "r0_h1"} <= {s.name for g in found.graphs for k in g.kernels for s in k.stores}
+
+
+def test_gradients_of_distances_load_those_of_scores() -> None:
+    """What a loop sums of three axes is taken by thread then, and not in tiles of three dimensions."""
+    case = BY_NAME["l1_distance"]
+    inputs = [torch.randn(1, 1, 2048, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    kernels = [plan for plan, _ in kernels_made(case.fn, inputs)]
+    held = next(s.name for plan in kernels for s in plan.stores if s.name.startswith("r0_h"))
+    readers = [plan for plan in kernels if held in operand_names(plan)]
+    assert len(readers) > 1
+    assert any((plan.choices.tile(loop.axis) or 1) < 16 for plan in readers for loop in plan.loops)
