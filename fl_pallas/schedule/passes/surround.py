@@ -10,7 +10,7 @@ from ..expr import Axis, Expr, Load, Op, free_axes, loads, reductions, walk
 from ..program import Program, Value
 from ..target import HOPPER
 from .choose import COSTLY
-from .joins import Sides, is_of_positions
+from .joins import Sides, has_weight, is_of_positions
 from .resolve_views import root_of
 from .weigh import ISSUED, LAUNCH, MOVED, POWERS
 
@@ -56,7 +56,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
         sides[v.name] = ((rows, cols),)
         expands = v.numel > sum(program.by_name[r].numel for r in v.reads)
         if two_sided or (expands and (not reductions(v.expr) or len(v.reads) == 1)) or _is_distance(program, v):
-            fits = expands or not reductions(v.expr) or _is_of_small_sets(program, v)
+            fits = expands and not _is_layer(program, v) or not reductions(v.expr) or _is_of_small_sets(program, v)
         elif reductions(v.expr) or v.projection or (is_float(v.dtype) and _read_across(v, readers)):
             fits = False
         elif v.name in chosen_by or (v.name in returned and is_rounded(program, v, members)):
@@ -73,6 +73,12 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
         if fits:
             members.add(v.name)
     return members - _going_on(program, members - own, longer, loops)
+
+
+def _is_layer(program: Program, v: Value) -> bool:
+    """Whether `v` is a product with a weight: keys and values from one matrix, of which each head reads its own."""
+    assert v.expr is not None
+    return bool(reductions(v.expr)) and has_weight(program, v)
 
 
 def _is_of_small_sets(program: Program, v: Value) -> bool:
