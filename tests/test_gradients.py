@@ -233,6 +233,17 @@ def test_what_only_pytorch_computed_is_not_computed_again(device: torch.device) 
     check_gradients(selected_blocks, fl.compile(selected_blocks), x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+def test_euclidean_distances(dtype: torch.dtype, device: torch.device) -> None:
+    """`torch.cdist` of more than 25 points is a product of another kind; a point is no distance from itself."""
+
+    def attend(x: Tensor, v: Tensor) -> Tensor:
+        return (-torch.cdist(x, x)).softmax(-1) @ v
+
+    x = [torch.randn(1, 70, 16, device=device).to(dtype) for _ in range(2)]
+    check_gradients(attend, fl.compile(attend, fallback="error"), x)
+
+
 def sandwich(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Sandwich: a bias that is the sum of cosines of distances."""
     i = torch.arange(q.shape[-2], device=q.device).float()
