@@ -227,8 +227,7 @@ def selected_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def test_what_only_pytorch_computed_is_not_computed_again(device: torch.device) -> None:
-    """PyTorch rounds scores and masks to 16 bits: what kernels compute again would not fit the maxima of its forward pass.
-    """
+    """PyTorch rounds scores and masks to 16 bits: what kernels compute again would not fit its maxima."""
     x = [torch.randn(2, 64, 16, device=device).bfloat16() for _ in range(3)]
     check_gradients(selected_blocks, fl.compile(selected_blocks), x)
 
