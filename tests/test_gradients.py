@@ -243,6 +243,20 @@ def test_euclidean_distances(dtype: torch.dtype, device: torch.device) -> None:
     check_gradients(attend, fl.compile(attend, fallback="error"), x)
 
 
+def rounded_sides(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q.round() @ k.round().mT / 4).clamp(-2, 2).softmax(-1) @ v
+
+
+def test_what_is_zero_asks_for_no_scores(device: torch.device) -> None:
+    """PyTorch makes the gradient of what was rounded of a gradient, for its shape: nothing else needs that."""
+    x = [torch.randn(1, 2, 70, 16, device=device, requires_grad=True) for _ in range(3)]
+    compiled, explanation = explained(rounded_sides, fallback="error")
+    check_gradients(rounded_sides, compiled, x)
+    _, backward = explanation.graphs
+    assert len(backward.kernels) == 1 and not backward.fallbacks
+    assert not any("bmm" in name for name, _ in backward.left)
+
+
 def sandwich(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Sandwich: a bias that is the sum of cosines of distances."""
     i = torch.arange(q.shape[-2], device=q.device).float()
