@@ -59,7 +59,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
             fits = (
                 not reductions(v.expr)
                 or expands
-                and not _is_layer(program, v)
+                and not _is_layer(program, v, readers)
                 or _is_of_small_sets(program, v)
                 or _is_of_pairs(program, v)
             )
@@ -97,10 +97,19 @@ def _is_gather(node: Load) -> bool:
     return any(isinstance(m, Load) for i in node.index for m in walk(i))
 
 
-def _is_layer(program: Program, v: Value) -> bool:
-    """Whether `v` is a product with a weight: keys and values from one matrix, of which each head reads its own."""
+def _is_layer(program: Program, v: Value, readers: list[Value]) -> bool:
+    """Whether `v` is a product with a weight, and an operand of products: keys and values from one matrix, of which
+    each head reads its own."""
     assert v.expr is not None
-    return bool(reductions(v.expr)) and has_weight(program, v)
+    if not reductions(v.expr) or not has_weight(program, v):
+        return False
+    return all(
+        any(r.axis in free_axes(n) for r in reductions(u.expr))
+        for u in readers
+        if u.expr is not None
+        for n in loads(u.expr)
+        if n.source == v.name
+    )
 
 
 def _is_of_small_sets(program: Program, v: Value) -> bool:
