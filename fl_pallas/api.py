@@ -392,10 +392,10 @@ class _Specialised:
             except Unsupported as refusal:
                 self._tell(Graph(None, (replace(_refused(refusal), bytes=self._unfused(args)),), ()))
                 return self._whole(args)
-            if "forward" not in made or not made["forward"].regions:
+            if "forward" not in made:
                 return run
             if "backward" not in made:
-                return self._whole(args)
+                return self._whole(args) if made["forward"].regions else run
             again = computed_again(made["forward"], made["backward"])
             if not again:
                 return run

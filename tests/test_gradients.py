@@ -223,6 +223,49 @@ def test_a_short_product_is_kept(device: torch.device) -> None:
     check_gradients(neighbours, fl.compile(neighbours, fallback="error"), [x[0], x[1], values, x[2]])
 
 
+def selected_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """NSA's selected branch: each query reads the blocks that score highest, later keys masked by a finite number."""
+    heads, (n, d) = torch.arange(q.shape[0], device=q.device)[:, None, None], q.shape[1:]
+    k, v = (t.unflatten(1, (-1, 8)) for t in (k, v))
+    top = (q @ k.mean(2).mT).topk(2, -1).indices
+    keys, values = (t[heads, top].flatten(2, 3) for t in (k, v))
+    at = (top[..., None] * 8 + torch.arange(8, device=q.device)).flatten(2)
+    scores = torch.einsum("hid,hijd->hij", q, keys) * d**-0.5
+    scores = scores.masked_fill(at > torch.arange(n, device=q.device)[:, None], -1e9)
+    return torch.einsum("hij,hijd->hid", scores.softmax(-1), values)
+
+
+def test_what_only_pytorch_computed_is_not_computed_again(device: torch.device) -> None:
+    """PyTorch rounds scores and masks to 16 bits: what kernels compute again would not fit its maxima."""
+    x = [torch.randn(2, 64, 16, device=device).bfloat16() for _ in range(3)]
+    check_gradients(selected_blocks, fl.compile(selected_blocks), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+def test_euclidean_distances(dtype: torch.dtype, device: torch.device) -> None:
+    """`torch.cdist` of more than 25 points is a product of another kind; a point is no distance from itself."""
+
+    def attend(x: Tensor, v: Tensor) -> Tensor:
+        return (-torch.cdist(x, x)).softmax(-1) @ v
+
+    x = [torch.randn(1, 70, 16, device=device).to(dtype) for _ in range(2)]
+    check_gradients(attend, fl.compile(attend, fallback="error"), x)
+
+
+def rounded_sides(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q.round() @ k.round().mT / 4).clamp(-2, 2).softmax(-1) @ v
+
+
+def test_what_is_zero_asks_for_no_scores(device: torch.device) -> None:
+    """PyTorch makes the gradient of what was rounded of a gradient, for its shape: nothing else needs that."""
+    x = [torch.randn(1, 2, 70, 16, device=device, requires_grad=True) for _ in range(3)]
+    compiled, explanation = explained(rounded_sides, fallback="error")
+    check_gradients(rounded_sides, compiled, x)
+    _, backward = explanation.graphs
+    assert len(backward.kernels) == 1 and not backward.fallbacks
+    assert not any("bmm" in name for name, _ in backward.left)
+
+
 def sandwich(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Sandwich: a bias that is the sum of cosines of distances."""
     i = torch.arange(q.shape[-2], device=q.device).float()

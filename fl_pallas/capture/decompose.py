@@ -131,9 +131,24 @@ def encoder_layer(
     return x
 
 
+def euclidean_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """What `torch.cdist` computes of many points: PyTorch's own puts norms beside the features of a product.
+
+    Args:
+      a: [..., n, features].
+      b: [..., m, features].
+    """
+    if a.dtype.itemsize == 2:
+        # The norms of equal points would leave a little, at which the slope of the root is huge: the gradient would be
+        # a difference of huge sums, of weights that products round.
+        return (a.unsqueeze(-2) - b.unsqueeze(-3)).square().sum(-1).sqrt()
+    squares = a.square().sum(-1).unsqueeze(-1) + b.square().sum(-1).unsqueeze(-2)
+    return (squares - 2 * a @ b.mT).clamp_min(0).sqrt()
+
+
 @cache
 def _table() -> dict[Any, Any]:
-    return {**decomposition_table, **core_aten_decompositions()}
+    return {**decomposition_table, **core_aten_decompositions(), aten._euclidean_dist.default: euclidean_distance}
 
 
 def has_decomposition(target: Any) -> bool:

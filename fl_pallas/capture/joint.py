@@ -151,6 +151,7 @@ def differentiable(
             return left_to_pytorch(translate(joint, unread), left)
 
         with unset_fake_temporarily():
+            _set_to_zero(joint, _zero(joint))
             narrow(joint)
             distribute(joint)
             results, _ = _outputs(joint, num_fwd_outputs)
@@ -278,6 +279,11 @@ def _results(joint: GraphModule, forward: int, program: Program) -> tuple[tuple[
     """`_outputs`, less what is no value of the Program."""
     results, gradients = _outputs(joint, forward)
     return tuple(n for n in results if n in program.by_name), tuple(n for n in gradients if n in program.by_name)
+
+
+def _zero(joint: GraphModule) -> frozenset[str]:
+    """Names of what is zero and reads a tensor for its shape alone, as the gradient of what was rounded does."""
+    return frozenset(n.name for n in joint.graph.find_nodes(op="call_function", target=aten.zeros_like.default))
 
 
 def _set_to_zero(joint: GraphModule, names: frozenset[str]) -> None:

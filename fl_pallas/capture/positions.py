@@ -106,9 +106,10 @@ def _positions(joint: GraphModule, test: Node, x: Node, top: Node, kind: str, d:
     room = call(aten.mul.Tensor, call(aten.sign.default, top), -near if kind == "max" else near)
     bound = call(aten.mul.Tensor, top, call(aten.add.Tensor, room, 1))
     less = call(aten.lt.Tensor if kind == "max" else aten.gt.Tensor, x, bound)
-    one = call(aten.eq.Scalar, count, 1)
+    # None where a compiler takes the maximum of scores that it computes once more than it compares with it.
+    one = call(aten.lt.Scalar, count, 2)
     is_one = call(aten.where.self, one, call(aten.eq.Tensor, along, place), call(aten.logical_not.default, less))
-    share = call(aten._to_copy.default, count, dtype=value.dtype)
+    share = call(aten._to_copy.default, call(aten.clamp_min.default, count, 1), dtype=value.dtype)
     # NaN equals nothing, and PyTorch divides 0 by 0; here a factor of a whole row might be taken out of a sum.
     share = call(aten.masked_fill.Scalar, share, call(aten.isnan.default, top), math.nan)
     return count, share, is_one

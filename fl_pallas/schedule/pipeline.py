@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from .dtype import compute_dtype, itemsize
+from .dtype import compute_dtype, is_float, itemsize
 from .expr import Expr
 from .passes.align import align
 from .passes.along import take_along
@@ -70,14 +70,17 @@ class Schedule:
 
 def computed_again(forward: Schedule, backward: Schedule) -> list[Value]:
     """The values that stay inside of the kernels of the forward pass, and that PyTorch would compute for the backward
-    pass.
+    pass; and floats that PyTorch computes in the forward pass, where kernels were expected to, and that the backward
+    pass computes as they would.
 
-    In 16 bits PyTorch rounds it, and the kernels do not: it would not fit the row statistics that they keep.
+    In 16 bits PyTorch rounds it, and the kernels do not: it would not fit the row statistics that are kept.
     """
     inside = frozenset[str]().union(*(region.large for region in forward.regions))
+    by_kernels = {m for region in forward.regions for m in region.members}
+    by_pytorch = {v.name for v in forward.program.values if is_float(v.dtype) and v.name not in by_kernels}
     fused = {m for region in backward.regions for m in region.members}
-    left = (v for v in backward.program.values if v.name in inside and v.expr is not None)
-    return [v for v in left if v.name not in fused]
+    made = (v for v in backward.program.values if v.expr is not None and not v.is_view)
+    return [v for v in made if (v.name in inside and v.name not in fused) or v.name in by_pytorch]
 
 
 def schedule(

@@ -96,6 +96,24 @@ def test_half_of_the_heads_end_the_region_of_all(device: torch.device) -> None:
     assert fl.explain(halves_apart, *inputs).kernel_count == 1
 
 
+def latents(x: Tensor, q: Tensor, w: Tensor) -> Tensor:
+    """Perceiver: few queries, which a batch shares, and keys and values from one matrix; x [b,n,c], q [h,m,d]."""
+    k, v = (t.unflatten(-1, (q.shape[0], -1)).transpose(1, 2) for t in (x @ w).chunk(2, -1))
+    scores = torch.einsum("hid,bhjd->bhij", q, k) * q.shape[-1] ** -0.5
+    return torch.einsum("bhij,bhjd->bhid", scores.softmax(-1), v)
+
+
+@pytest.mark.parametrize("m", [20, 32])
+def test_keys_of_few_queries_are_a_layers(m: int, device: torch.device) -> None:
+    """Scores are no larger than keys and values together: those are PyTorch's all the same, and no kernel stores
+    scores."""
+    x, w = torch.randn(2, 100, 32, device=device), torch.randn(32, 64, device=device) / 6
+    q = torch.randn(2, m, 16, device=device)
+    run_and_check(latents, fl.compile(latents, fallback="error"), (x, q, w))
+    (plan,) = fl.explain(latents, x, q, w).kernels
+    assert [s.shape for s in plan.stores] == [(2, 2, m, 16)]
+
+
 def normed_features(x: Tensor, w: Tensor) -> Tensor:
     """A norm over queries, keys and values, of more features than there are of what they are made of."""
     packed = torch.nn.functional.layer_norm(x @ w, w.shape[1:])

@@ -38,6 +38,13 @@ def by_kind(q: Tensor, k: Tensor, v: Tensor, table: Tensor, kind: Tensor) -> Ten
     return (scores / 4).softmax(-1) @ v
 
 
+def by_kind_of_one_head(q: Tensor, k: Tensor, v: Tensor, table: Tensor, kind: Tensor) -> Tensor:
+    """TiSASRec: the vectors of pairs have all axes of the scores."""
+    q, k, v = q[:, 0], k[:, 0], v[:, 0]
+    scores = q @ k.mT + (table[kind] @ q.unsqueeze(-1)).squeeze(-1)
+    return (scores / 4).softmax(-1) @ v
+
+
 def draw(length: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, n, 16, generator=generator) for n in (length, length + 3, length + 3))
@@ -46,16 +53,26 @@ def draw(length: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     return [*(t.to(dtype).to(device) for t in (q, k, v, table)), kind.to(device)]
 
 
-VARIANTS: list[tuple[Callable, int]] = [(clamped, 4), (by_keys, 4), (by_kind, 5)]
+VARIANTS: list[tuple[Callable, int]] = [(clamped, 4), (by_keys, 4), (by_kind, 5), (by_kind_of_one_head, 5)]
 
 
-@pytest.mark.parametrize("fn, count", [(clamped, 4), (by_kind, 5)])
+@pytest.mark.parametrize("fn, count", [(clamped, 4), (by_kind, 5), (by_kind_of_one_head, 5)])
 def test_a_kernel_stores_what_is_looked_up(fn: Callable, count: int, device: torch.device) -> None:
     with unrun(), torch.no_grad():
         (graph,) = fl.explain(fn, *draw(70, torch.float32, device)[:count]).graphs
     assert not graph.fallbacks
     first, *_ = graph.kernels
     assert [s.shape[-1] for s in first.stores] == [ROWS]
+
+
+@pytest.mark.parametrize("fn", [by_kind, by_kind_of_one_head])
+def test_nothing_of_pairs_is_kept(fn: Callable) -> None:
+    """What a pair's vector gives is no statistic of a row: the backward pass looks it up again."""
+    inputs = (x.requires_grad_(x.is_floating_point()) for x in draw(70, torch.float32, torch.device("cpu")))
+    with unrun():
+        forward, _ = fl.explain(fn, *inputs).graphs
+    assert not forward.left and not forward.fallbacks
+    assert max(math.prod(s.shape) for plan in forward.kernels for s in plan.stores) < 2 * 70 * 73
 
 
 def test_long_tables_are_not() -> None:

@@ -161,6 +161,19 @@ def test_gradients_of_nan_and_infinity(special: float, device: torch.device) -> 
         assert torch.equal(made.isnan(), wanted.isnan()) and torch.equal(made.isinf(), wanted.isinf())
 
 
+def test_none_that_equals_its_maximum_is_one(device: torch.device) -> None:
+    """XLA computes these weights once for their maximum and once more for what is compared with it: where the two
+    differ in the last bit, the gradient is that of the position."""
+
+    def largest(q: Tensor, k: Tensor) -> Tensor:
+        scores = torch.cat([t.softmax(-1) for t in (q, -q)], -1) @ k.mT
+        return (scores / scores.sum(-1, keepdim=True)).amax(-1)
+
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.rand(1, 2, 33, d, generator=generator).bfloat16().to(device) for d in (16, 32))
+    check_gradients(largest, fl.compile(largest), [q, k])
+
+
 def test_scores_scaled_by_nothing_are_equal(device: torch.device) -> None:
     """A factor that may be 0 stays: all scores of such a row equal their maximum."""
 

@@ -122,14 +122,14 @@ def _kept(viewed: Program) -> tuple[frozenset[str], frozenset[str], frozenset[st
     for region in growth.regions:
         fused.update(region.members)
         results = {root_of(program, name) for name in region.outputs}
+        later = {*region.large}
         for v in (program.by_name[m] for m in region.members):
+            if not later.isdisjoint(v.reads):
+                later.add(v.name)
             if v.name in results:
                 continue
-            # A mask of pairs, counted over a short axis, is as large as the scores.
-            is_mask = not is_float(v.dtype) and v.numel >= min(
-                (program.by_name[m].numel for m in region.large), default=0
-            )
-            if v.expr is not None and reductions(v.expr) and v.name not in region.large and not is_mask:
+            # What comes before scores may be as large: tags that a pair shares, counted, or a pair's row of a table.
+            if v.expr is not None and reductions(v.expr) and v.name in later - region.large:
                 statistics.add(v.name)
             else:
                 found.discard(v.name)

@@ -10,7 +10,7 @@ from ..expr import Axis, Expr, Load, Op, free_axes, loads, reductions, walk
 from ..program import Program, Value
 from ..target import HOPPER
 from .choose import COSTLY
-from .joins import Sides, is_of_positions
+from .joins import Sides, has_weight, is_of_positions
 from .resolve_views import root_of
 from .weigh import ISSUED, LAUNCH, MOVED, POWERS
 
@@ -56,7 +56,13 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
         sides[v.name] = ((rows, cols),)
         expands = v.numel > sum(program.by_name[r].numel for r in v.reads)
         if two_sided or (expands and (not reductions(v.expr) or len(v.reads) == 1)) or _is_distance(program, v):
-            fits = expands or not reductions(v.expr) or _is_of_small_sets(program, v)
+            fits = (
+                not reductions(v.expr)
+                or expands
+                and not _is_layer(program, v, readers)
+                or _is_of_small_sets(program, v)
+                or _is_of_pairs(program, v)
+            )
         elif reductions(v.expr) or v.projection or (is_float(v.dtype) and _read_across(v, readers)):
             fits = False
         elif v.name in chosen_by or (v.name in returned and is_rounded(program, v, members)):
@@ -73,6 +79,37 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
         if fits:
             members.add(v.name)
     return members - _going_on(program, members - own, longer, loops)
+
+
+def _is_of_pairs(program: Program, v: Value) -> bool:
+    """Whether `v` reduces rows of a table that a query and a key choose together: PyTorch would store a row a pair."""
+    assert v.expr is not None
+    around = sum(program.by_name[r].numel for r in v.reads) + v.numel
+    return any(
+        _is_gather(n) and math.prod(a.extent for a in free_axes(n)) > around
+        for r in reductions(v.expr)
+        for n in loads(r.body)
+    )
+
+
+def _is_gather(node: Load) -> bool:
+    """Whether a load is from a position that is read."""
+    return any(isinstance(m, Load) for i in node.index for m in walk(i))
+
+
+def _is_layer(program: Program, v: Value, readers: list[Value]) -> bool:
+    """Whether `v` is a product with a weight, and an operand of products: keys and values from one matrix, of which
+    each head reads its own."""
+    assert v.expr is not None
+    if not reductions(v.expr) or not has_weight(program, v):
+        return False
+    return all(
+        any(r.axis in free_axes(n) for r in reductions(u.expr))
+        for u in readers
+        if u.expr is not None
+        for n in loads(u.expr)
+        if n.source == v.name
+    )
 
 
 def _is_of_small_sets(program: Program, v: Value) -> bool:
@@ -266,4 +303,4 @@ _COSTS = {
 def _cost(e: Expr) -> int:
     """Float operations of one element, a gather counted as two."""
     ops = sum(_COSTS.get(n.name, 1) for n in walk(e) if isinstance(n, Op) and is_float(n.dtype))
-    return ops + sum(2 for n in loads(e) if any(isinstance(m, Load) for i in n.index for m in walk(i)))
+    return ops + sum(2 for n in loads(e) if _is_gather(n))
