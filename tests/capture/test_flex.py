@@ -26,6 +26,11 @@ def qkv(device: torch.device) -> list[Tensor]:
     return [torch.randn(2, 2, N, 16, generator=generator).to(device) for _ in range(3)]
 
 
+def same(found: object, want: object) -> None:
+    """To what float32 products on a GPU, of three in TF32, leave of both."""
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
 def by_hand(q: Tensor, k: Tensor, v: Tensor, change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
     i = torch.arange(N, device=q.device)
     return change(q @ k.mT / 4, i[:, None], i).softmax(-1) @ v
@@ -54,7 +59,7 @@ CASES = {
 @pytest.mark.parametrize("fn", CASES)
 def test_is_fused(fn: Callable[..., Tensor], device: torch.device) -> None:
     given = qkv(device)
-    torch.testing.assert_close(fl.compile(fn, fallback="error")(*given), by_hand(*given, CASES[fn]))
+    same(fl.compile(fn, fallback="error")(*given), by_hand(*given, CASES[fn]))
     assert fl.explain(fn, *given).kernel_count == 1
 
 
@@ -65,7 +70,7 @@ def test_is_trained(fn: Callable[..., Tensor], device: torch.device, monkeypatch
     given = [t.requires_grad_() for t in qkv(device)]
     found = torch.autograd.grad(fl.compile(fn, fallback="error")(*given).square().sum(), given)
     want = torch.autograd.grad(by_hand(*given, CASES[fn]).square().sum(), given)
-    torch.testing.assert_close(found, want)
+    same(found, want)
 
 
 def test_sums_of_rows_and_shared_keys(device: torch.device) -> None:
@@ -75,4 +80,4 @@ def test_sums_of_rows_and_shared_keys(device: torch.device) -> None:
     q, k, v = qkv(device)
     out, sums = fl.compile(with_sums, fallback="error")(q, k, v)
     scores = q @ k[:, :1].mT / 4
-    torch.testing.assert_close((out, sums), (scores.softmax(-1) @ v[:, :1], scores.logsumexp(-1)))
+    same((out, sums), (scores.softmax(-1) @ v[:, :1], scores.logsumexp(-1)))

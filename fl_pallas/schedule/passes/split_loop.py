@@ -119,7 +119,7 @@ def _merging(plan: KernelPlan, name: str, loop: Loop, axis: Axis, names: dict[st
         return replace(step, update=part_of(step, part, plan.compute), dtype=held_type(step, plan.compute))
 
     # Rows one at a time: there are few, and nothing is shared between them. What was stored lies along the last axis.
-    along = plan.grid[-1:] if plan.features and plan.grid[-1] not in plan.features else plan.features
+    along = plan.features if plan.grid[-1:] and plan.grid[-1] in plan.features else plan.grid[-1:]
     tiles = {a: plan.choices.tile(a) or 1 if a in along else 1 for a in plan.grid}
     together = max(1, MERGED_AT_ONCE // max(math.prod(tiles.values()), 1))
     tiles[axis] = min(power_of_two(axis.extent), 1 << (together.bit_length() - 1))
