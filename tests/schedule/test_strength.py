@@ -135,6 +135,8 @@ def test_powers_of_anything_are_pytorchs(power: float, device: torch.device) -> 
         p = (q @ k.mT + mask) ** power
         return torch.where(p.isfinite(), p, p.isnan() * 2.0).clamp(-1e3, 1e3) @ v
 
-    inputs = [torch.randn(40, 16, device=device) for _ in range(3)] + [torch.zeros(40, 40, device=device)]
+    # Whole numbers, whose products are exact: a power would show their rounding.
+    q, k = (torch.randint(-2, 3, (40, 16), device=device).float() for _ in range(2))
+    inputs = [q, k, torch.randn(40, 16, device=device), torch.zeros(40, 40, device=device)]
     inputs[3][:, ::5] = float("-inf")
     run_and_check(power_of_scores, fl.compile(power_of_scores), inputs)
