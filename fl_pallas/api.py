@@ -27,7 +27,7 @@ from .bridge.autograd import differentiated
 from .bridge.dlpack import DlpackKernel, float32_products
 from .bridge.launch import DirectKernel, Family, unavailable
 from .bridge.rest import Whole, compile_rest
-from .bridge.splice import RegionRunner, splice, with_reshapes
+from .bridge.splice import RegionRunner, one_by_one, splice, with_reshapes
 from .capture import translate
 from .capture.aten import mutates_inputs, to_aten
 from .capture.drawn import give_back
@@ -512,6 +512,11 @@ def _refused(refusal: Unsupported) -> Fallback:
     return Fallback(refusal.what, refusal.why, refusal.where, 0)
 
 
+def _unfused(refusal: Unsupported, largest: Value) -> Fallback:
+    """What a refusal leaves to PyTorch, by the largest value that kernels would have kept to themselves."""
+    return Fallback(refusal.what, refusal.why, largest.where, _nbytes(largest))
+
+
 def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
     """A graph of the same nodes."""
     copy = torch.fx.Graph()
@@ -558,27 +563,32 @@ def _realised(
     """
     device = _device(args)
     interpret = settings.interpret if settings.interpret is not None else device.type != "cuda"
-    runners, regions, kernels = [], [], []
+    parts, regions, kernels = [], [], []
     for region, plans in zip(made.regions, made.kernels, strict=True):
         try:
             for plan in plans:
                 check_supported(plan, interpret)
         except Unsupported as refusal:
             big = max((made.program.by_name[m] for m in region.members), key=lambda v: v.numel)
-            found.append(Fallback(refusal.what, refusal.why, big.where, _nbytes(big)))
+            found.append(_unfused(refusal, big))
             continue
         launchers = [_launcher(plan, device, interpret, settings, family) for plan in plans]
-        runners.append(RegionRunner(region, plans, launchers, [k.names for k in launchers]))
+        parts.append((region.outputs, plans, launchers, [k.names for k in launchers]))
         regions.append(region)
         kernels.append(plans)
     found += [Fallback(r.blocker.op, r.why, r.blocker.where or r.value.where, r.nbytes, r.fused) for r in made.rejected]
     made = replace(made, regions=tuple(regions), kernels=tuple(kernels))
-    if not runners:
+    if not parts:
         return compile_rest(aten).forward if rest else None, made, Counter(_left(aten))
+    copy = torch.fx.GraphModule(aten, _copied(aten.graph))
     try:
-        spliced = splice(aten, runners)
+        try:
+            spliced = splice(aten, [RegionRunner(*part) for part in parts])
+        except Unsupported:
+            spliced = splice(copy, [runner for part in parts for runner in one_by_one(*part)])
     except Unsupported as refusal:
-        found.append(Fallback(refusal.what, refusal.why, None, 0))
+        members = (made.program.by_name[m] for region in regions for m in region.members)
+        found.append(_unfused(refusal, max(members, key=lambda v: v.numel)))
         return None, replace(made, regions=(), kernels=()), Counter()
     found += _again(spliced, made)
     left = Counter(_left(spliced))

@@ -38,5 +38,5 @@ def _build(gm: torch.fx.GraphModule, args: Sequence[Any], kernel: Callable[[Kern
     runners = []
     for region, plans in zip(made.regions, made.kernels, strict=True):
         kernels = [kernel(p) for p in plans]
-        runners.append(RegionRunner(region, plans, kernels, [k.names for k in kernels]))
+        runners.append(RegionRunner(region.outputs, plans, kernels, [k.names for k in kernels]))
     return splice(aten, runners)

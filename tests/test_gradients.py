@@ -100,6 +100,20 @@ def test_gradients(case: Case, dtype: torch.dtype, seq: int, device: torch.devic
         assert not backward.fallbacks, "\n".join(map(str, backward.fallbacks))
 
 
+def test_regions_that_read_each_others_results(device: torch.device) -> None:
+    """The gradients of two attentions' product wait for each other, but not those of one kernel for another's."""
+
+    def rows_of_a_product(q: Tensor, k: Tensor) -> Tensor:
+        first, second = (q @ k.mT).softmax(-1), (k @ q.mT).softmax(-1)
+        return (second @ first)[..., 0, :]
+
+    compiled, explanation = explained(rows_of_a_product)
+    inputs = tuple(torch.randn(1, 2, 33, 8, device=device) for _ in range(2))
+    check_gradients(rows_of_a_product, compiled, inputs)
+    assert not any(graph.fallbacks for graph in explanation.graphs)
+    assert explanation.graphs[-1].kernels
+
+
 def test_views_of_other_strides(device: torch.device) -> None:
     """What PyTorch computes as a whole may have other strides than were traced: a view of it raised."""
     case = BY_NAME["performer_linear"]

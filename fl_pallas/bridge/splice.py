@@ -8,7 +8,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..errors import Unsupported
-from ..schedule.passes.grow_regions import Region
 from ..schedule.plan import KernelPlan
 from .ahead import compile_ahead
 from .launch import DirectKernel
@@ -26,9 +25,13 @@ class RegionRunner:
     """
 
     def __init__(
-        self, region: Region, plans: Sequence[KernelPlan], kernels: Sequence[Kernel], names: Sequence[Sequence[str]]
+        self,
+        outputs: Sequence[str],
+        plans: Sequence[KernelPlan],
+        kernels: Sequence[Kernel],
+        names: Sequence[Sequence[str]],
     ):
-        self.outputs = region.outputs
+        self.outputs = tuple(outputs)
         made = {s.name for p in plans for s in p.stores}
         self.operands = tuple(dict.fromkeys(n for group in names for n in group if n not in made))
         # Tensors by position: the operands, then what each kernel stores.
@@ -68,6 +71,17 @@ class RegionRunner:
         compile_ahead(calls)
 
 
+def one_by_one(
+    outputs: Sequence[str], plans: Sequence[KernelPlan], kernels: Sequence[Kernel], names: Sequence[Sequence[str]]
+) -> list[RegionRunner]:
+    """A runner for each kernel of a region: where regions read each other's results, kernels seldom do."""
+    wanted = {*outputs, *(n for group in names for n in group)}
+    return [
+        RegionRunner([s.name for s in plan.stores if s.name in wanted], [plan], [kernel], [group])
+        for plan, kernel, group in zip(plans, kernels, names, strict=True)
+    ]
+
+
 def splice(gm: GraphModule, runners: Sequence[RegionRunner]) -> GraphModule:
     """`gm` with the outputs of each region computed by its runner; nodes nobody needs any more are gone.
 
@@ -84,7 +98,8 @@ def splice(gm: GraphModule, runners: Sequence[RegionRunner]) -> GraphModule:
             call = graph.call_function(runner, tuple(nodes[n] for n in runner.operands))
             for n, name in enumerate(runner.outputs):
                 result = graph.call_function(item, (call, n))
-                nodes[name].replace_all_uses_with(result)
+                if name in nodes:  # and not what one kernel of a region hands on to another
+                    nodes[name].replace_all_uses_with(result)
                 nodes[name] = result
     with_reshapes(graph)
     sort(graph)
