@@ -38,9 +38,8 @@ def few(plan: object) -> bool:
     return any((plan.choices.tile(loop.axis) or 1) < 16 for loop in plan.loops)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fn", [messages, largest_message, causal_messages])
-@pytest.mark.parametrize("sizes", [(40, 50, 24), (70, 300, 64)])
+@pytest.mark.parametrize(("sizes", "dtype"), [((40, 50, 24), torch.float32), ((70, 300, 64), torch.bfloat16)])
 def test_right(
     fn: Callable[..., Tensor], sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> None:

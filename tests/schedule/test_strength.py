@@ -114,7 +114,7 @@ def test_masks_keep_their_factors(device: torch.device) -> None:
     run_and_check(masked, fl.compile(masked), inputs)
 
 
-@pytest.mark.parametrize("power", [-3, -2.5, -1.5, -0.5, 0.5, 1.5, 2.5, 5, 8])
+@pytest.mark.parametrize("power", [-3, -1.5, 0.5, 2.5, 8])
 def test_powers_are_products(power: float, device: torch.device) -> None:
     """Of a root, where nothing is negative (of -inf it would be NaN); 0 among the bases, as a point's own distance."""
 
@@ -129,7 +129,7 @@ def test_powers_are_products(power: float, device: torch.device) -> None:
     run_and_check(potential, fl.compile(potential), inputs)
 
 
-@pytest.mark.parametrize("power", [0.5, 1.5, -1.5, 3, 7])
+@pytest.mark.parametrize("power", [0.5, -1.5, 3])
 def test_powers_of_anything_are_pytorchs(power: float, device: torch.device) -> None:
     def power_of_scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         p = (q @ k.mT + mask) ** power
