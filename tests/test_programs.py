@@ -35,10 +35,12 @@ def runs(case: Case) -> Iterator[tuple[torch.dtype, int]]:
     if torch.cuda.is_available():
         yield from ((dtype, n) for dtype in (torch.float32, torch.bfloat16, torch.float16) for n in GPU_LENGTHS)
         return
-    # Two lengths of the four, one in each dtype; which ones varies from case to case, for CI's time.
+    # For CI's time a long one of the four, and for half of the cases a short one in the other dtype; which ones varies
+    # from case to case.
     mark = zlib.crc32(case.name.encode())
     first, second = (torch.float32, torch.bfloat16) if mark & 1 else (torch.bfloat16, torch.float32)
-    yield first, (1, 17)[mark >> 1 & 1]
+    if mark >> 3 & 1:
+        yield first, (1, 17)[mark >> 1 & 1]
     yield second, (100, 257)[mark >> 2 & 1]
 
 
