@@ -39,6 +39,7 @@ from .errors import FallbackWarning, InputError, Unsupported
 from .explain import Explanation, Fallback, Graph, Stage
 from .kernels.triton import check_supported
 from .schedule.dtype import itemsize
+from .schedule.passes.grow_regions import Region
 from .schedule.passes.hand_on import handed_on
 from .schedule.passes.joins import given_or_returned
 from .schedule.passes.keep import inner, keep
@@ -512,8 +513,9 @@ def _refused(refusal: Unsupported) -> Fallback:
     return Fallback(refusal.what, refusal.why, refusal.where, 0)
 
 
-def _unfused(refusal: Unsupported, largest: Value) -> Fallback:
-    """What a refusal leaves to PyTorch, by the largest value that kernels would have kept to themselves."""
+def _refused_in(refusal: Unsupported, program: Program, regions: Sequence[Region]) -> Fallback:
+    """What a refusal of regions leaves to PyTorch, by their largest value, which kernels would keep to themselves."""
+    largest = max((program.by_name[m] for region in regions for m in region.members), key=lambda v: v.numel)
     return Fallback(refusal.what, refusal.why, largest.where, _nbytes(largest))
 
 
@@ -569,8 +571,7 @@ def _realised(
             for plan in plans:
                 check_supported(plan, interpret)
         except Unsupported as refusal:
-            big = max((made.program.by_name[m] for m in region.members), key=lambda v: v.numel)
-            found.append(_unfused(refusal, big))
+            found.append(_refused_in(refusal, made.program, [region]))
             continue
         launchers = [_launcher(plan, device, interpret, settings, family) for plan in plans]
         parts.append((region.outputs, plans, launchers, [k.names for k in launchers]))
@@ -587,8 +588,7 @@ def _realised(
         except Unsupported:
             spliced = splice(copy, [runner for part in parts for runner in one_by_one(*part)])
     except Unsupported as refusal:
-        members = (made.program.by_name[m] for region in regions for m in region.members)
-        found.append(_unfused(refusal, max(members, key=lambda v: v.numel)))
+        found.append(_refused_in(refusal, made.program, regions))
         return None, replace(made, regions=(), kernels=()), Counter()
     found += _again(spliced, made)
     left = Counter(_left(spliced))

@@ -38,6 +38,7 @@ REPEATS = 4
 THINNED = {
     "test_scheduled": 10,
     "test_end_to_end": 2,
+    "test_fused_short": 2,
     "test_as_the_program": 4,
     "test_decode": 4,
     "test_streamed_in_any_tiles": 4,

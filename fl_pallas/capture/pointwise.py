@@ -111,19 +111,10 @@ def _pow(f: Arith, x: Any, p: Any) -> Expr:
     if is_float(f.dtype) and abs(p) == 0.5:  # as PyTorch does
         return f("sqrt" if p > 0 else "rsqrt", x)
     if p in range(1, WHOLE + 1):
-        return _whole_power(f, x, int(p))
+        return build.whole_power(f.lift(x), int(p))
     if is_float(f.dtype) and -p in range(1, WHOLE + 1):
-        return f("div", 1, _whole_power(f, x, int(-p)))
+        return f("div", 1, build.whole_power(f.lift(x), int(-p)))
     return f("pow", x, p)
-
-
-def _whole_power(f: Arith, x: Any, n: int) -> Any:
-    """By squaring, from n = 1 on."""
-    if n == 1:
-        return x
-    half = _whole_power(f, x, n // 2)
-    square = f("mul", half, half)
-    return f("mul", square, x) if n % 2 else square
 
 
 def _clamp(f: Arith, x: Expr, min: Any = None, max: Any = None) -> Expr:

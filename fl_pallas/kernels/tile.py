@@ -41,6 +41,7 @@ from ..schedule.expr import (
     ref_names,
 )
 from ..schedule.inner import (
+    ROWS,
     Product,
     Sheared,
     as_product,
@@ -71,8 +72,6 @@ CHUNK = 64
 # Where tiles are so small that these elements are those of many indices, or all, sums take as many at once: the loads
 # of one index after another wait for memory each time. They are the first dimension, which a thread has to itself.
 AT_ONCE, MANY, FIRST = 16384, 64, Axis("%first", 1)
-# Least side of a matrix product.
-ROWS = 16
 # The least side of a tile that Triton takes to shared memory for a product without its sides being multiplied out.
 SWIZZLED = 8
 

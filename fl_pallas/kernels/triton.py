@@ -36,12 +36,13 @@ from ..schedule.plan import (
     Store,
     bounds_of,
     expressions,
+    is_by_thread,
     operand_names,
     step_expressions,
 )
 from .blocks import Blocks
 from .pointwise import POINTWISE
-from .tile import FIRST, JNP, ROWS, Evaluator, Operand, Scope, Tile, identity_of, never, seen
+from .tile import FIRST, JNP, Evaluator, Operand, Scope, Tile, identity_of, never, seen
 
 # What a loop's steps hold.
 Carry = tuple[Array, ...]
@@ -197,9 +198,7 @@ class _Program:
         self.references = used - exact
         order = (*(a for a in plan.grid if a not in plan.features), *(loop.axis for loop in plan.loops))
         self.ev = Evaluator(operands, order, plan.features, plan.compute, precision, interpret, sizes, blocks)
-        # So few indices of a loop are summed by each thread.
-        few = (loop.axis for loop in plan.loops if (plan.choices.tile(loop.axis) or 1) < min(ROWS, loop.axis.extent))
-        self.ev.places = dict.fromkeys(few, FIRST)
+        self.ev.places = {loop.axis: FIRST for loop in plan.loops if is_by_thread(plan, loop)}
 
     def run(self) -> None:
         outer = self._enter_grid()

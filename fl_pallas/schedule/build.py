@@ -169,6 +169,15 @@ def _corners(span: tuple[int, int]) -> tuple[int, int]:
     return span
 
 
+def whole_power(x: Expr, n: int) -> Expr:
+    """x to the n-th, n from 1 on, by squaring."""
+    if n == 1:
+        return x
+    half = whole_power(x, n // 2)
+    square = op("mul", half, half, dtype=x.dtype)
+    return op("mul", square, x, dtype=x.dtype) if n % 2 else square
+
+
 def select(condition: Expr, then: Expr, other: Expr) -> Expr:
     """`then` where `condition`, else `other`."""
     if isinstance(condition, Const):

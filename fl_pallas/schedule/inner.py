@@ -12,6 +12,8 @@ from .integer import from_linear, linear
 
 # Largest extent taken whole when the reduction is no matrix product (a vector of registers).
 MAX_WHOLE = 512
+# Least side of a matrix product.
+ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -213,5 +215,5 @@ def power_of_two(n: int) -> int:
 
 
 def covering_tile(axis: Axis) -> int:
-    """Side of a tile that covers `axis` whole; at least 16, the least side of a matrix product."""
-    return max(16, power_of_two(axis.extent))
+    """Side of a tile that covers `axis` whole; at least the least side of a matrix product."""
+    return max(ROWS, power_of_two(axis.extent))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 
 from .dtype import is_float
 from .expr import Axis, Expr, index, loads
+from .inner import ROWS
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,11 @@ class KernelPlan:
 
     def with_choices(self, choices: Choices) -> KernelPlan:
         return replace(self, choices=choices)
+
+
+def is_by_thread(plan: KernelPlan, loop: Loop) -> bool:
+    """Whether a loop takes fewer indices at a time than a matrix product does, so that each thread sums its own."""
+    return (plan.choices.tile(loop.axis) or 1) < min(ROWS, loop.axis.extent)
 
 
 def operand_names(plan: KernelPlan) -> tuple[str, ...]:

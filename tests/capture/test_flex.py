@@ -37,16 +37,16 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor, change: Callable[[Tensor, Tensor, T
 
 
 def capped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: 5 * torch.tanh(s / 5))  # type: ignore[return-value]
+    return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: 5 * torch.tanh(s / 5))
 
 
 def tabled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     table = TABLE.to(q.device)
-    return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i - j + N - 1])  # type: ignore
+    return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i - j + N - 1])
 
 
 def in_documents(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return flex_attention(q, k, v, block_mask=MASK)  # type: ignore[return-value]
+    return flex_attention(q, k, v, block_mask=MASK)
 
 
 CASES = {
@@ -75,7 +75,7 @@ def test_is_trained(fn: Callable[..., Tensor], device: torch.device, monkeypatch
 
 def test_sums_of_rows_and_shared_keys(device: torch.device) -> None:
     def with_sums(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return flex_attention(q, k[:, :1], v[:, :1], enable_gqa=True, return_lse=True)  # type: ignore[return-value]
+        return flex_attention(q, k[:, :1], v[:, :1], enable_gqa=True, return_lse=True)
 
     q, k, v = qkv(device)
     out, sums = fl.compile(with_sums, fallback="error")(q, k, v)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fl_pallas as fl
 from fl_pallas.kernels.cubin import compile_ttir
+from fl_pallas.schedule.plan import is_by_thread
 from tests.kernels.test_cubins import kernels_made
 from tests.oracle import check_gradients, run_and_check
 
@@ -33,11 +34,6 @@ def inputs(n: int, m: int, d: int, dtype: torch.dtype, device: torch.device | st
     return [torch.randn(*shape, device=device).to(dtype) for shape in ((n, d), (m, d), (n, m))]
 
 
-def few(plan: object) -> bool:
-    """Whether a plan's loop takes fewer indices at a time than a matrix product has."""
-    return any((plan.choices.tile(loop.axis) or 1) < 16 for loop in plan.loops)  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("fn", [messages, largest_message, causal_messages])
 @pytest.mark.parametrize(("sizes", "dtype"), [((40, 50, 24), torch.float32), ((70, 300, 64), torch.bfloat16)])
 def test_right(
@@ -49,7 +45,11 @@ def test_right(
 
 
 def test_threads_exchange_nothing() -> None:
-    kernels = [k for k in kernels_made(messages, inputs(512, 512, 64, torch.bfloat16, "cpu")) if few(k[0])]
+    kernels = [
+        k
+        for k in kernels_made(messages, inputs(512, 512, 64, torch.bfloat16, "cpu"))
+        if any(is_by_thread(k[0], loop) for loop in k[0].loops)
+    ]
     assert kernels
     for plan, lower in kernels:
         cubin = compile_ttir(lower(plan), 90)

@@ -7,7 +7,7 @@ import torch
 
 import fl_pallas as fl
 from fl_pallas.schedule.passes import hold
-from fl_pallas.schedule.plan import operand_names
+from fl_pallas.schedule.plan import is_by_thread, operand_names
 from tests.kernels.test_cubins import kernels_made
 from tests.oracle import check, check_gradients
 from tests.programs import BY_NAME
@@ -73,4 +73,4 @@ def test_gradients_of_distances_load_those_of_scores() -> None:
     held = next(s.name for plan in kernels for s in plan.stores if s.name.startswith("r0_h"))
     readers = [plan for plan in kernels if held in operand_names(plan)]
     assert len(readers) > 1
-    assert any((plan.choices.tile(loop.axis) or 1) < 16 for plan in readers for loop in plan.loops)
+    assert any(is_by_thread(plan, loop) for plan in readers for loop in plan.loops)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..build import cast, op, rewrite, select
+from ..build import cast, op, rewrite, select, whole_power
 from ..dtype import is_float, is_int
 from ..expr import Axis, Const, Expr, Load, Op, Reduce, const, free_axes
 from ..integer import bounds, from_linear, linear
@@ -156,10 +156,9 @@ def _by_root(e: Op) -> Expr:
     if halves % 2 != 1 or halves > MOST_HALVES:
         return e
     root = op("sqrt" if exponent.value > 0 else "rsqrt", base, dtype=e.dtype)
-    square = power = base if exponent.value > 0 else op("mul", root, root, dtype=e.dtype)
-    for _ in range(int(halves) // 2 - 1):
-        power = op("mul", power, square, dtype=e.dtype)
-    return op("mul", root, power, dtype=e.dtype) if halves > 1 else root
+    if halves == 1 or exponent.value < 0:
+        return whole_power(root, int(halves))
+    return op("mul", root, whole_power(base, int(halves) // 2), dtype=e.dtype)
 
 
 def _by_logarithm(e: Op) -> Expr:
