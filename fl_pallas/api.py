@@ -28,7 +28,7 @@ from .bridge.dlpack import DlpackKernel, float32_products
 from .bridge.launch import DirectKernel, Family, unavailable
 from .bridge.rest import Whole, compile_rest
 from .bridge.splice import RegionRunner, one_by_one, splice, with_reshapes
-from .capture import translate
+from .capture import kernels_device, translate
 from .capture.aten import mutates_inputs, to_aten
 from .capture.drawn import give_back
 from .capture.joint import NOTHING, Compiler, Known, differentiable
@@ -664,10 +664,10 @@ def _marked(program: Program, aten: torch.fx.GraphModule, args: Sequence[Any]) -
 def _unfit(args: Sequence[Any]) -> str | None:
     """Why a graph called with these arguments must run in PyTorch whole; None if it need not."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    devices = {t.device for t in tensors if t.dim()}
+    devices = {t.device for t in tensors if t.dim() and t.device.type != "cpu"}
     if len(devices) > 1:
         return f"tensors on {', '.join(sorted(map(str, devices)))}"
-    if any(d.type not in ("cpu", "cuda") for d in devices):
+    if any(d.type != "cuda" for d in devices):
         return f"device {', '.join(sorted(map(str, devices)))}"
     if any(t.layout is not torch.strided or type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
         return "a tensor that is sparse, nested or of a subclass"
@@ -683,8 +683,8 @@ def _enabled(gm: torch.fx.GraphModule, args: Sequence[Any]) -> str | None:
 
 
 def _device(args: Sequence[Any]) -> torch.device:
-    tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    return next((t.device for t in tensors if t.dim()), torch.device("cpu"))
+    """What kernels run on: what is on a CPU beside a GPU's tensors is PyTorch's to move."""
+    return kernels_device(a for a in args if isinstance(a, torch.Tensor))
 
 
 def _is_symbolic(a: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -44,6 +44,12 @@ def translate(gm: torch.fx.GraphModule, unread: Collection[str] = ()) -> Program
     return Program(tuple(translation.values.values()), translation.outputs)
 
 
+def kernels_device(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """The device of the first tensor on a GPU, else the CPU."""
+    found = (t.device for t in tensors if t.dim() and t.device.type != "cpu")
+    return next(found, torch.device("cpu"))
+
+
 class _Translation:
     """The state of one translation: values by node name, and how later nodes read each node."""
 
@@ -55,6 +61,10 @@ class _Translation:
         self.refusals: dict[Node, str] = {}
         # Values a node without value of its own (a tuple, a number) is computed from.
         self.sources: dict[Node, tuple[str, ...]] = {}
+        inputs = (_val(gm, n) for n in gm.graph.nodes if n.op in ("placeholder", "get_attr"))
+        self.device = kernels_device(v for v in inputs if isinstance(v, torch.Tensor))
+        # Names of values that are not made of numbers and indices alone.
+        self.data: set[str] = set()
 
     def visit(self, node: Node) -> None:
         if node.op == "output":
@@ -102,6 +112,7 @@ class _Translation:
                 raise Unsupported(str(node.target), self.refusals[n], _where(node))
         if isinstance(val, torch.Tensor) and 0 in val.shape:
             raise Unsupported(str(node.target), "empty tensor")
+        self._check_devices(node)
         if is_getitem(node):
             source, position = node.args
             piece = self.results[source][position]  # type: ignore[index]
@@ -115,6 +126,15 @@ class _Translation:
             return self._number(node.args[0])  # type: ignore[arg-type]
         args, kwargs = map_arg((node.args, node.kwargs), self._argument)
         return apply(node.target, val, args, kwargs)
+
+    def _check_devices(self, node: Node) -> None:
+        """Raises: Unsupported if `node` reads data that is where kernels do not reach, or brings some there."""
+        made = _val(self.gm, node)
+        leaves = isinstance(made, torch.Tensor) and made.device != self.device
+        for n in node.all_input_nodes:
+            val = _val(self.gm, n)
+            if n.name in self.data and val.dim() and (leaves or val.device != self.device):
+                raise Unsupported(str(node.target), f"it reads a tensor on {val.device}", _where(node))
 
     def _number(self, source: Node) -> tuple[Tensor | None, ...] | Tensor:
         held = self.results.get(source)
@@ -138,6 +158,8 @@ class _Translation:
             self.refusals.pop(node, None)
             self.results[node] = _progression(expr, shape, dtype) or _loaded(node.name, shape, dtype)
         reads = self._reads(node) if expr is None else reads_of(expr)
+        if expr is None or not self.data.isdisjoint(reads):
+            self.data.add(node.name)
         self.values[node.name] = Value(
             node.name,
             value_axes(shape),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fl_pallas.capture import translate
@@ -551,3 +552,23 @@ def test_source_location_is_the_users_frame() -> None:
     value = next(v for v in translate(gm).values if v.expr is not None)
     assert value.where is not None
     assert str(value.where) == "/home/me/model.py:12 `p = s.exp()`"
+
+
+def test_tensors_on_a_cpu_beside_a_gpus() -> None:
+    """Kernels read nothing that is on a CPU; what is made of numbers alone is made where it is read."""
+
+    def moved(q, k, table):
+        at = torch.arange(6, dtype=torch.float32)
+        near = torch.exp2(-(at[:, None] - at).abs()).to(q.device)
+        twice = (table * 2).to(q.device)
+        return ((q @ k.mT + near) * twice).softmax(-1), q.sum(-1).cpu() + 1
+
+    with FakeTensorMode():
+        q, k = (torch.empty(2, 6, 4, device="cuda") for _ in range(2))
+        gm = make_fx(moved, tracing_mode="fake")(q, k, torch.empty(6, 6))
+    program = translate(gm)
+    externs = {v.name: v.why for v in program.values if v.expr is None and v.op != "input"}
+    assert set(externs.values()) == {"it reads a tensor on cpu", "it reads a tensor on cuda:0"}
+    assert [program.by_name[n].op for n in externs] == ["aten.mul.Tensor", *["aten._to_copy.default"] * 2, "aten.add.Tensor"]
+    scores = program.by_name[program.outputs[0]]
+    assert scores.expr is not None and program.by_name[program.outputs[1]].name in externs
