@@ -2,7 +2,7 @@
 
 Run: PYTHONPATH=. python benchmarks/corpus.py       (writes benchmarks/results/corpus.json; --help tells more)
 
-Cases are compiled by many processes at once. While one is timed, the others stand still.
+Cases are compiled by many processes at once. While one is timed, or tunes a kernel, the others stand still.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ import torch
 from torch import Tensor, nn
 
 import fl_pallas as fl
-from benchmarks.measure import kernel_ms
+from benchmarks.measure import kernel_ms, settle
+from fl_pallas.bridge import launch
+from fl_pallas.bridge.tuning import fastest
 from tests.oracle import leaves
 from tests.programs import BY_NAME, FUSED, Case
 from tests.wide import wide_inputs
@@ -48,16 +50,24 @@ def _begin(lock: Any, pids: Any, count: Any) -> None:
         count.value += 1
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    launch.fastest = _fastest_alone
+
+
+def _fastest_alone(launches: Sequence[Any]) -> int:
+    with _alone():
+        return fastest(launches)
 
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Within, the other processes stand still."""
+    """Within, the other processes stand still, and what they gave the GPU to do is done."""
     with _lock:
         others = [pid for pid in _pids if pid and pid != os.getpid()]
         for pid in others:
             os.kill(pid, signal.SIGSTOP)
         try:
+            if torch.cuda.is_available():
+                settle(torch.device("cuda"))
             yield
         finally:
             for pid in others:
@@ -68,13 +78,13 @@ def _late(*_: object) -> None:
     raise TimeoutError(f"more than {PATIENCE} s")
 
 
-def measured(job: tuple[str, int, str]) -> dict[str, Any]:
+def measured(job: tuple[str, int, str, Sequence[str]]) -> dict[str, Any]:
     """A case's milliseconds, in each pass and by each of ours, torch.compile and eager; or why there are none.
 
     Args:
-      job: name of the case, length, device.
+      job: name of the case, length, device, passes.
     """
-    name, seq, place = job
+    name, seq, place, passes = job
     case, device = BY_NAME[name], torch.device(place)
     row: dict[str, Any] = {"variant": name}
     signal.signal(signal.SIGALRM, _late)
@@ -82,7 +92,7 @@ def measured(job: tuple[str, int, str]) -> dict[str, Any]:
     try:
         inputs = wide_inputs(case, seq, torch.bfloat16, device) or case.make_inputs(seq, torch.bfloat16, device)
         row["shapes"] = [list(t.shape) for t in inputs]
-        for which in PASSES:
+        for which in passes:
             row[which] = _by_each(case, inputs, device, which == "both")
     except Exception as error:  # every case is reported, whatever happens to it
         row["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
@@ -160,6 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="names; all by default")
     parser.add_argument("--seq", type=int, default=2048, help="length of keys")
+    parser.add_argument("--passes", nargs="*", choices=PASSES, default=PASSES)
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 1))
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds; what is measured by then is written")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -171,7 +182,7 @@ def main() -> None:
     shared = context.Lock(), context.Array(ctypes.c_int, given.processes), count
     end, rows = time.monotonic() + given.budget, []
     with context.Pool(given.processes, _begin, shared) as pool:
-        coming = pool.imap_unordered(measured, [(name, given.seq, device) for name in names])
+        coming = pool.imap_unordered(measured, [(name, given.seq, device, given.passes) for name in names])
         with contextlib.suppress(mp.TimeoutError):
             while len(rows) < len(names):
                 left = None if given.budget == math.inf else max(0.1, end - time.monotonic())

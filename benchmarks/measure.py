@@ -21,6 +21,8 @@ Call = Callable[[], Any]
 FLUSH_BYTES = 2**30
 # How much longer than a call's host time the GPU is kept busy before its first kernel, and writes for that, at most.
 MARGIN, MAX_FLUSHES = 1.5, 16
+# How much longer than their median the slowest of equal writes takes on a GPU that does nothing else, at most.
+STEADY = 1.5
 MATMUL = 8192
 COPY_BYTES = 2**30
 
@@ -41,6 +43,15 @@ def kernel_ms(call: Call, device: torch.device, seconds: float = 0.2) -> float:
     first = _gpu_ms(call, device, 3, flushes)
     count = int(min(50, max(5, seconds * 1e3 / statistics.median(first))))
     return statistics.median(_gpu_ms(call, device, count, flushes))
+
+
+def settle(device: torch.device, seconds: float = 0.5) -> None:
+    """Waits, for so long at most, until a GPU does nothing else: until the same work takes the same time again."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        times = _gpu_ms(_flush(device).zero_, device, 8, 0)
+        if max(times) < STEADY * statistics.median(times):
+            return
 
 
 def _flushes(call: Call, device: torch.device) -> int:
