@@ -2,11 +2,14 @@
 
 An element of the result has to know which value, if any, goes to it. So the positions are one for each index along the
 other dimensions, or linear in the places of the values (ranges, flipped, shifted, along a diagonal) and all different.
-Where values are added up, an element of a short table asks each of them whether it goes there.
+Where values are added up, some of the places may be taken one after another (a position is a diagonal, say), or an
+element of a short table asks each value whether it goes there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -42,16 +45,19 @@ aten = torch.ops.aten
 MAX_ASKING = 128
 
 
-def _found(wanted: Iterable[tuple[Expr, Expr, int]], places: Sequence[Axis]) -> tuple[Expr, Indices]:
+def _found(
+    wanted: Iterable[tuple[Expr, Expr, int]], places: Sequence[Axis], given: Sequence[Axis] = ()
+) -> tuple[Expr, Indices]:
     """Whether a value goes to certain positions, and the place that it comes from.
 
     Args:
       wanted: for some dimensions the position, the position that a value goes to by its place, and the extent.
       places: the axes of the values.
+      given: those of which it is known where the value is.
 
     Raises: Unsupported, unless positions are linear in the places, and no two places have the same.
     """
-    found: dict[Axis, Expr] = {p: ZERO for p in places if p.extent == 1}
+    found: dict[Axis, Expr] = {p: ZERO if p.extent == 1 else index(p) for p in places if p.extent == 1 or p in given}
     here: Expr = build.TRUE
     left = [(target, *_positive(i, n, places)) for target, i, n in wanted]
     while left:
@@ -95,46 +101,57 @@ def _unknown(terms: dict[Expr, int], places: Sequence[Axis], found: Mapping[Axis
 
 
 def _sum(
-    wanted: Sequence[tuple[Expr, Expr, int]], places: Sequence[Axis], value: Expr, dtype: str, refusal: Unsupported
+    wanted: Sequence[tuple[Expr, Expr, int]],
+    places: Sequence[Axis],
+    value: Callable[[Indices], Expr],
+    dtype: str,
+    refusal: Unsupported,
 ) -> Expr:
     """The sum of the values, of all places, whose position is the one that is wanted; `_found` says of what.
 
     Raises: `refusal` where there are too many positions to go over all values for each.
     """
+    for given in itertools.chain.from_iterable(itertools.combinations(places, n) for n in range(1, len(places))):
+        with contextlib.suppress(Unsupported):
+            here, where = _found(wanted, places, given)
+            return _total(here, value(where), given, dtype)
     if math.prod(n for *_, n in wanted) > MAX_ASKING:
         raise refusal
     here: Expr = build.TRUE
     for target, i, n in wanted:
         here = every(here, integer("eq", target, wrapped(i, n)))
+    return _total(here, value(tuple(map(index, places))), places, dtype)
+
+
+def _total(here: Expr, value: Expr, places: Sequence[Axis], dtype: str) -> Expr:
+    """The sum over the places where values are `here`."""
     total = build.select(here, build.cast(value, accumulator(dtype)), constant(0, accumulator(dtype)))
     for place in reversed(places):
         total = build.reduce("sum", place, total, total.dtype)
     return build.cast(total, dtype)
 
 
-def _put(out: Spec, x: Tensor, idx: Indices, here: Expr, value: Expr, accumulate: bool) -> Expr:
-    old = x.at(idx)
+def _put(out: Spec, old: Expr, here: Expr, value: Expr, accumulate: bool) -> Expr:
     return build.select(here, build.op("add", old, value, dtype=out.dtype) if accumulate else value, old)
 
 
 def _written(
     out: Spec,
-    x: Tensor,
-    idx: Indices,
+    old: Expr,
     wanted: Sequence[tuple[Expr, Expr, int]],
     places: Sequence[Axis],
     value: Callable[[Indices], Expr],
     accumulate: bool,
 ) -> Expr:
-    """`x` at `idx` with the value that goes there, or with the sum of those that do; `value` says what a place has."""
+    """`old` with the value that goes there, or with the sum of those that do; `value` says what a place has."""
     try:
         here, where = _found(wanted, places)
     except Unsupported as refusal:
         if not accumulate:
             raise
-        total = _sum(wanted, places, value(tuple(map(index, places))), out.dtype, refusal)
-        return _put(out, x, idx, build.TRUE, total, accumulate)
-    return _put(out, x, idx, here, value(where), accumulate)
+        total = _sum(wanted, places, value, out.dtype, refusal)
+        return _put(out, old, build.TRUE, total, accumulate)
+    return _put(out, old, here, value(where), accumulate)
 
 
 def _index_put(out: Spec, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> At:
@@ -157,7 +174,7 @@ def _index_put(out: Spec, x: Tensor, indices: Sequence[Tensor | None], values: T
         def value(where: Indices) -> Expr:
             return element(values, (*rest[:lead], *where, *rest[lead:]), out.dtype)
 
-        return _written(out, x, idx, wanted, places, value, accumulate)
+        return _written(out, x.at(idx), wanted, places, value, accumulate)
 
     return at
 
@@ -179,15 +196,35 @@ def _scatter(
 
         if place.extent == 1:
             here = integer("eq", idx[d], position(index_, replaced(idx, d, ZERO)))
-            return _put(out, x, idx, here, value((ZERO,)), accumulate)
+            return _put(out, x.at(idx), here, value((ZERO,)), accumulate)
         wanted = ((idx[d], position(index_, replaced(idx, d, index(place))), x.shape[d]),)
-        return _written(out, x, idx, wanted, (place,), value, accumulate)
+        return _written(out, x.at(idx), wanted, (place,), value, accumulate)
 
     return at
 
 
 def _scatter_add(out: Spec, x: Tensor, dim: int, index_: Tensor, src: Tensor) -> At:
     return _scatter(out, x, dim, index_, src, accumulate=True)
+
+
+def _embedding_backward(
+    out: Spec, grad: Tensor, indices: Tensor, rows: int, padding: int = -1, by_frequency: bool = False
+) -> At:
+    """The sum of what was read of each row; nothing goes to the row `padding`."""
+    if by_frequency:
+        raise Unsupported("aten.embedding_dense_backward", "gradients divided by how often a row was read")
+
+    def at(idx: Indices) -> Expr:
+        places = tuple(map(fresh_axis, indices.shape))
+        wanted = ((idx[0], position(indices, tuple(map(index, places))), rows),)
+        zeros = constant(0, out.dtype)
+
+        def value(where: Indices) -> Expr:
+            return element(grad, (*where, idx[1]), out.dtype)
+
+        return build.select(integer("eq", idx[0], padding), zeros, _written(out, zeros, wanted, places, value, True))
+
+    return at
 
 
 def _unfold_backward(out: Spec, grad: Tensor, sizes: Sequence[int], dim: int, size: int, step: int) -> At:
@@ -209,6 +246,7 @@ def _unfold_backward(out: Spec, grad: Tensor, sizes: Sequence[int], dim: int, si
 
 RULES: dict[Any, Callable[..., Any]] = {
     aten.unfold_backward: _unfold_backward,
+    aten.embedding_dense_backward: _embedding_backward,
     aten.index_put: _index_put,
     **dict.fromkeys((aten.scatter.src, aten.scatter.value), _scatter),
     aten.scatter_add: _scatter_add,

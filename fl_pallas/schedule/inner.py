@@ -128,7 +128,7 @@ def as_sheared(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Sheared | None
     others = tiled - {axis}
     if len(free_axes(body) & others) != 2:
         return None
-    found = {n: p for f in factors(body) if axis in free_axes(f) for n, p in _positions(f, others)}
+    found = {n: p for f in factors(body) if axis in free_axes(f) for n, p in positions(f, others)}
     if len(signs := {p[1] * p[2] for p in found.values()}) != 1:
         return None
     (sign,) = signs
@@ -159,7 +159,7 @@ def as_shifted(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Sheared | None
         weights = tuple(f for f in factors(body) if f not in loaded)
         if len(loaded) != 1 or frozenset().union(*map(free_axes, weights)) & tiled != own:
             continue
-        found = dict(_positions(loaded[0], own))
+        found = dict(positions(loaded[0], own))
         if len(found) != 1:
             continue
         ((n, (first, a, b, terms, c)),) = found.items()
@@ -172,10 +172,10 @@ def as_shifted(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Sheared | None
     return None
 
 
-_Position = tuple[Axis, int, int, dict[Expr, int], int]
+Position = tuple[Axis, int, int, dict[Expr, int], int]
 
 
-def _positions(e: Expr, tiled: frozenset[Axis]) -> Iterator[tuple[Expr, _Position]]:
+def positions(e: Expr, tiled: frozenset[Axis]) -> Iterator[tuple[Expr, Position]]:
     """What `e` takes from the sum or difference of two indices: the node, the first axis, the factors of both (1 or
     -1), and the other terms and the constant of its linear form."""
     if len(free_axes(e) & tiled) < 2:
@@ -188,7 +188,7 @@ def _positions(e: Expr, tiled: frozenset[Axis]) -> Iterator[tuple[Expr, _Positio
             yield e, (first.axis, terms[first], terms[second], {t: k for t, k in terms.items() if t not in wide}, c)  # type: ignore[union-attr]
             return
     for child in children(e):
-        yield from _positions(child, tiled)
+        yield from positions(child, tiled)
 
 
 def is_product_of_loop(update: Expr, axis: Axis, tiled: frozenset[Axis]) -> bool:

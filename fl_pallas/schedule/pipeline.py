@@ -14,6 +14,7 @@ from .passes.align import align
 from .passes.along import take_along
 from .passes.build_plan import build_plan
 from .passes.by_cases import by_cases, solved
+from .passes.by_distance import by_distance
 from .passes.copies import store_copies
 from .passes.cut import cut_apart
 from .passes.exchange import exchange
@@ -26,6 +27,7 @@ from .passes.interchange import interchange
 from .passes.itself import itself
 from .passes.lay_out import lay_out, lay_out_results
 from .passes.look_up import look_up
+from .passes.of_positions import of_positions
 from .passes.part import Kernel, part_outputs, ways_to_part
 from .passes.picked import picked
 from .passes.places import places
@@ -130,7 +132,7 @@ def schedule(
         groups = tuple(map(expand_squares, groups))
         for fused in groups:
             record("expand_squares", partial(fused_text, fused))
-        groups = tuple(map(interchange, groups))
+        groups = tuple(map(interchange, map(by_distance, map(of_positions, groups))))
         for fused in groups:
             record("interchange", partial(fused_text, fused))
         tables, groups = look_up(groups, f"r{n}_p", compute, shapes)
@@ -259,7 +261,7 @@ def _stored(program: Program, region: Region, between: list[Output]) -> list[Rej
     members = [program.by_name[m] for m in region.members]
     around = {*region.outputs, *(r for v in members for r in v.reads)} - {*region.members} | {*region.outputs}
     limit = max(program.by_name[name].numel for name in around)
-    least = min((program.by_name[m].numel for m in region.large), default=0)
+    least = min((n for m in region.large if (n := program.by_name[m].numel) > limit), default=limit)
     large = max(members, key=lambda v: v.numel)
     sizes = [(math.prod(a.extent for a in o.axes), o.dtype) for o in between if o.name not in region.outputs]
     why = "a reduction inside of another cannot be taken along with it, and is stored between two kernels"

@@ -569,6 +569,10 @@ def test_tensors_on_a_cpu_beside_a_gpus() -> None:
     program = translate(gm)
     externs = {v.name: v.why for v in program.values if v.expr is None and v.op != "input"}
     assert set(externs.values()) == {"it reads a tensor on cpu", "it reads a tensor on cuda:0"}
-    assert [program.by_name[n].op for n in externs] == ["aten.mul.Tensor", *["aten._to_copy.default"] * 2, "aten.add.Tensor"]
+    assert [program.by_name[n].op for n in externs] == [
+        "aten.mul.Tensor",
+        *["aten._to_copy.default"] * 2,
+        "aten.add.Tensor",
+    ]
     scores = program.by_name[program.outputs[0]]
     assert scores.expr is not None and program.by_name[program.outputs[1]].name in externs

@@ -56,6 +56,13 @@ def relative_keys(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
     return (scores / math.sqrt(q.shape[-1])).softmax(-1) @ v
 
 
+def relative_vectors(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """table [2*n-1,d]: an embedding of every distance."""
+    i = torch.arange(q.shape[-2], device=q.device)
+    scores = q @ k.mT + torch.einsum("bhid,ijd->bhij", q, table[i[:, None] - i + len(i) - 1])
+    return (scores / math.sqrt(q.shape[-1])).softmax(-1) @ v
+
+
 def softcap(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Gemma 2, causal."""
     scores = 5.0 * torch.tanh(q @ k.mT / math.sqrt(q.shape[-1]) / 5.0)
@@ -180,6 +187,7 @@ CASES = (
     Case("t5_bias", t5_bias, qkv_and(lambda g: g.normal(32, 2))),
     Case("relative_table", relative_table, qkv_and(lambda g: g.normal(2, 65))),
     Case("relative_keys", relative_keys, qkv_and(lambda g: g.normal(17, 16)), kernels=None),
+    Case("relative_vectors", relative_vectors, qkv_and(lambda g: g.normal(2 * g.seq - 1, 16))),
     Case("softcap", softcap, qkv(d=32)),
     Case("dense_bias", dense_bias, qkv_and(lambda g: g.normal(1, 2, g.seq, g.seq), b=2)),
     Case("rope", rope, lambda g: (*qkv(d=32)(g), *_rope(g, 32, True))),

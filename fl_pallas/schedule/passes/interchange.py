@@ -25,16 +25,16 @@ def _outward(e: Expr) -> Expr:
     if not isinstance(e, Reduce) or e.kind != "sum":
         return e
     for r in reductions(e.body):
-        if is_batch_sum(r) and _is_larger_than_operands(r) and _selects(e.body, r, e):
+        if is_batch_sum(r) and is_larger_than_operands(r) and _selects(e.body, r, e):
             each = reduce("sum", e.axis, substitute(e.body, {}, {r: r.body}), e.dtype)
-            return reduce("sum", r.axis, each, e.dtype)
+            return reduce("sum", r.axis, _outward(each), e.dtype)
     return e
 
 
-def _is_larger_than_operands(r: Reduce) -> bool:
+def is_larger_than_operands(r: Expr) -> bool:
     """Whether there are more results than elements of each operand; one that is read at several axes at once is a
     table."""
-    return is_larger_than(r, [n for n in loads(r.body) if all(len(free_axes(i)) <= 1 for i in n.index)])
+    return is_larger_than(r, [n for n in loads(r) if all(len(free_axes(i)) <= 1 for i in n.index)])
 
 
 def _selects(body: Expr, r: Reduce, e: Reduce) -> bool:

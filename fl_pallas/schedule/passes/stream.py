@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from ..build import cast, negate, op, select, substitute
 from ..dtype import is_float, is_int
 from ..expr import Axis, Const, Expr, Load, Op, Reduce, Ref, const, free_axes, index, raw_op, reductions, ref, walk
-from ..inner import as_product, factors
+from ..inner import as_product, as_sheared, factors
 from ..integer import bounds
 from ..laws import (
     Nonseparable,
@@ -100,8 +100,16 @@ def is_batch_sum(r: Reduce) -> bool:
     return (
         r.kind == "sum"
         and all(is_covered(c) and r.axis in axes for c, axes in zip(inner, shared))
-        and any(as_product(c.body, c.axis, free_axes(c.body) - axes) is not None for c, axes in zip(inner, shared))
+        and any(_is_of_matrices(c, axes, r.axis) for c, axes in zip(inner, shared))
     )
+
+
+def _is_of_matrices(c: Reduce, shared: frozenset[Axis], batch: Axis) -> bool:
+    """Whether `c` is a product of matrices, or of one with the diagonals of another (rows are a side of both then)."""
+    own = free_axes(c.body) - shared
+    if as_product(c.body, c.axis, own) is not None:
+        return True
+    return any(as_sheared(c.body, c.axis, own | {row, c.axis}) is not None for row in shared - {batch, c.axis})
 
 
 def _place(r: Reduce, body: Expr, state: _Streams) -> Expr:
