@@ -32,6 +32,8 @@ def _by_distance(e: Expr) -> Expr:
         return e
     test, counted = split
     pair = frozenset((i, j))
+    if not free_axes(test) - pair:
+        return e  # a mask
     found = dict(positions(test, pair))
     signs = {a * b for _, a, b, _, _ in found.values()}
     if len(signs) != 1 or not reductions(counted) or not is_larger_than_operands(counted):

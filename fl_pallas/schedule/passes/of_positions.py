@@ -51,9 +51,8 @@ def _ordered(e: Expr) -> Expr:
         changed = all(a is not b for a, b in zip(ordered, apart))
         return folded(lambda a, b: op("add", a, b, dtype=e.dtype), ordered) if changed else e
     nest = _nest(e)
-    if nest is None or not nest.outside:
+    if nest is None or not (shared := _axes(nest.outside)):
         return e
-    shared = _axes(nest.outside)
     # What all of a row has in common: the last sum is over what it does not depend on.
     last = [a for a in nest.axes if a in nest.tested and a not in shared][:1]
     if not last and not nest.batch:
