@@ -86,6 +86,15 @@ def test_one_operation_is_eager(stages: list[list[str]]) -> None:
     assert not stages
 
 
+def test_a_norm_is_several_operations(stages: list[list[str]]) -> None:
+    def normed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.layer_norm((q @ k.mT).softmax(-1) @ v, (16,))
+
+    given = inputs(torch.float32)[:3]
+    run_and_check(normed, fl.compile(normed, rest="inductor", fallback="error"), given)
+    assert [[n for n in names if "getitem" not in n] for names in stages] == [["aten.native_layer_norm.default"]]
+
+
 def test_lengths_that_vary_are_eager(stages: list[list[str]]) -> None:
     compiled = fl.compile(rotary, rest="inductor", dynamic=True)
     for n in (33, 40):
