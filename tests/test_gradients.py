@@ -269,6 +269,20 @@ def test_euclidean_distances(dtype: torch.dtype, device: torch.device) -> None:
     check_gradients(attend, fl.compile(attend, fallback="error"), x)
 
 
+def test_a_division_by_nothing_stays_under_its_test(device: torch.device) -> None:
+    """A lifted structured loss: where a distance is 0 its gradient is 0, in each of the sums that it is parted into."""
+
+    def lifted(x: Tensor, label: Tensor) -> Tensor:
+        far, same = torch.cdist(x, x), label[:, None] == label
+        other = (1 - far).masked_fill(same, -torch.inf).logsumexp(-1)
+        positive = same & ~torch.eye(len(x), dtype=torch.bool, device=x.device)
+        both = F.relu(other[:, None].logaddexp(other) + far).square() * positive
+        return both.sum() / positive.sum()
+
+    x = (3 * torch.randn(70, 16, device=device)).round()
+    check_gradients(lifted, fl.compile(lifted, fallback="error"), [x, torch.arange(70, device=device) % 5])
+
+
 def rounded_sides(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q.round() @ k.round().mT / 4).clamp(-2, 2).softmax(-1) @ v
 

@@ -26,6 +26,8 @@ from .expr import Axis, Const, Expr, Load, Op, Reduce, Ref, const, free_axes, lo
 
 MAX_TERMS = 8
 MAX_SHIFTS = 2
+# Operations that make infinities, or NaN, of finite numbers.
+UNBOUNDED = {"div", "pow", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "tan", "asin", "acos"}
 # Scores of this size come from masks alone.
 LARGE = 2.0**10
 # Up to here float32 has every whole number.
@@ -187,8 +189,14 @@ def _gated(t: Term, condition: Expr, scope: Scope) -> Term:
         return replace(t, exponent=select(condition, t.exponent, scope.const(-math.inf)))
     if t.factors:
         first, *rest = t.factors
+        rest = [select(condition, f, scope.const(1.0)) if _may_overflow(f) else f for f in rest]
         return replace(t, factors=(select(condition, first, scope.const(0.0)), *rest))
     return replace(t, factors=(select(condition, scope.const(1.0), scope.const(0.0)),))
+
+
+def _may_overflow(e: Expr) -> bool:
+    """Whether `e` may be infinite or NaN where all that it is made of is finite."""
+    return any(isinstance(n, Op) and n.name in UNBOUNDED for n in walk(e))
 
 
 def split_sum(u: Expr, scope: Scope) -> tuple[Expr | None, Expr | None]:

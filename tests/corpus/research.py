@@ -243,6 +243,22 @@ def contrastive(a: Tensor, b: Tensor) -> Tensor:
     return (torch.logsumexp(logits, 1) - logits.diagonal()).mean()
 
 
+def supervised_contrastive(x: Tensor, label: Tensor) -> Tensor:
+    """A row's positives are a mask of pairs, which is counted by itself."""
+    x = F.normalize(x, dim=-1)
+    own = torch.eye(len(x), dtype=torch.bool, device=x.device)
+    positive = (label[:, None] == label) & ~own
+    scores = (x @ x.T / 0.2).masked_fill(own, -torch.inf)
+    told = (scores - scores.logsumexp(-1, keepdim=True)).masked_fill(~positive, 0)
+    return -(told.sum(-1) / positive.sum(-1).clamp(min=1)).mean()
+
+
+def ranked_pairs(score: Tensor, grade: Tensor) -> Tensor:
+    """RankNet: the mean over pairs of which one is graded higher."""
+    higher = (grade[:, None] > grade).to(score.dtype)
+    return (F.softplus(score - score[:, None]) * higher).sum() / higher.sum().clamp(min=1)
+
+
 def divergence(q: Tensor, k: Tensor, q2: Tensor, k2: Tensor) -> Tensor:
     """KL between two heads' weights, as in distillation."""
     a, b = _scores(q, k).log_softmax(-1), _scores(q2, k2).log_softmax(-1)
@@ -462,6 +478,13 @@ CASES = (
         lambda g: (g.normal(g.seq, 2, 8), g.normal(g.seq, 2, 8), g.normal(2, 8), _edges(g)),
     ),
     Case("contrastive", contrastive, lambda g: (g.normal(g.seq, 32), g.normal(g.seq, 32))),
+    Case(
+        "supervised_contrastive",
+        supervised_contrastive,
+        lambda g: (g.normal(g.seq, 32), g.ints(0, 5, g.seq)),
+        kernels=2,
+    ),
+    Case("ranked_pairs", ranked_pairs, lambda g: (g.normal(g.seq), g.ints(0, 5, g.seq))),
     Case("divergence", divergence, lambda g: tuple(g.normal(1, 2, g.seq, 16) for _ in range(4))),
     Case(
         "mixing_convolution",

@@ -1,4 +1,5 @@
-"""What goes to a short table's positions is summed from the tiles that may hold it, member by member of a batch."""
+"""What goes to a short table's positions is summed from the tiles that may hold it, member by member of a batch; or by
+diagonals, where distances decide (test_distances.py has more)."""
 
 from __future__ import annotations
 
@@ -60,14 +61,17 @@ BUCKETS: dict[str, tuple[Bucket, int, float]] = {
 }
 
 
-def histogram(bucket: Bucket, length: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """The sum of weights in each bucket of distances, head by head, as a table's gradient is one."""
+def histogram(bucket: Bucket, length: int, step: int = 1) -> Callable[[Tensor, Tensor], Tensor]:
+    """The sum of weights in each bucket of distances, head by head, as a table's gradient is one.
+
+    With a `step` of 2 (queries half as far apart as keys) no diagonal has one distance.
+    """
 
     def fn(q: Tensor, k: Tensor) -> Tensor:
         i, j = torch.arange(q.shape[-2], device=q.device), torch.arange(k.shape[-2], device=q.device)
         weights = (q @ k.mT / 4).tanh()
         found = torch.zeros(length, q.shape[0], device=q.device, dtype=q.dtype)
-        return found.index_put((bucket(j - i[:, None]),), weights.permute(1, 2, 0), accumulate=True)
+        return found.index_put((bucket((step * j - i[:, None]) // step),), weights.permute(1, 2, 0), accumulate=True)
 
     return fn
 
@@ -77,7 +81,7 @@ def histogram(bucket: Bucket, length: int) -> Callable[[Tensor, Tensor], Tensor]
 def test_as_the_program(name: str) -> None:
     """The plans with their bounds give what the program means, and skip most tiles."""
     bucket, length, share = BUCKETS[name]
-    run = captured(histogram(bucket, length), (torch.randn(2, LENGTH, 16), torch.randn(2, LENGTH, 16)))
+    run = captured(histogram(bucket, length, step=2), (torch.randn(2, LENGTH, 16), torch.randn(2, LENGTH, 16)))
     expected = run.values()
     visited = 0.0
     for plan, plan_run, _ in run.kernels(bounded=True):
@@ -92,22 +96,23 @@ def test_as_the_program(name: str) -> None:
     assert 0 < visited <= share, visited
 
 
-def biased(bucket: Bucket) -> Callable[..., Tensor]:
+def biased(bucket: Bucket, step: int = 1) -> Callable[..., Tensor]:
     def fn(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
         i = torch.arange(q.shape[-2], device=q.device)
-        return (q @ k.mT / 4 + table[bucket(i - i[:, None])].permute(2, 0, 1)).softmax(-1) @ v
+        return (q @ k.mT / 4 + table[bucket((step * i - i[:, None]) // step)].permute(2, 0, 1)).softmax(-1) @ v
 
     return fn
 
 
+@pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", BUCKETS)
-def test_nothing_is_stored_for_a_pair(name: str, batch: int) -> None:
+def test_nothing_is_stored_for_a_pair(name: str, batch: int, step: int) -> None:
     """Both passes, a batch that shares the bias included, store what is linear in the length."""
     bucket, length, _ = BUCKETS[name]
     q, k, v = (torch.randn(batch, 2, 1024, 16, requires_grad=True) for _ in range(3))
     with unrun():
-        explained = fl.explain(biased(bucket), q, k, v, torch.randn(length, 2, requires_grad=True))
+        explained = fl.explain(biased(bucket, step), q, k, v, torch.randn(length, 2, requires_grad=True))
     assert not any(left for graph in explained.graphs for left in graph.left), explained.graphs
     sizes = {s.name: math.prod(s.shape) for graph in explained.graphs for p in graph.kernels for s in p.stores}
     assert max(sizes.values()) <= 1024 * 2 * batch * max(length, 16), sizes
@@ -115,11 +120,13 @@ def test_nothing_is_stored_for_a_pair(name: str, batch: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["t5", "from_the_end"])
-def test_gradients(name: str, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("step", [1, 2])
+def test_gradients(step: int, name: str, dtype: torch.dtype, device: torch.device) -> None:
     bucket, length, _ = BUCKETS[name]
     q, k, v = (torch.randn(2, 2, 300, 16, device=device, dtype=dtype) for _ in range(3))
     table = torch.randn(length, 2, device=device, dtype=dtype)
-    check_gradients(biased(bucket), fl.compile(biased(bucket), fallback="error"), (q, k, v, table), name=name)
+    fn = biased(bucket, step)
+    check_gradients(fn, fl.compile(fn, fallback="error"), (q, k, v, table), name=name)
 
 
 def by_data(q: Tensor, k: Tensor, v: Tensor, table: Tensor, steps: Tensor) -> Tensor:
@@ -151,6 +158,6 @@ def test_the_bounds_are_told() -> None:
     """A program asks, tile by tile, whether any of it goes to its position."""
     q, k, v = (torch.randn(1, 2, 1024, 16, requires_grad=True) for _ in range(3))
     with unrun():
-        explained = fl.explain(biased(clipped), q, k, v, torch.randn(17, 2, requires_grad=True))
+        explained = fl.explain(biased(clipped, step=2), q, k, v, torch.randn(17, 2, requires_grad=True))
     texts = [plan_text(p) for graph in explained.graphs for p in graph.kernels]
     assert any("for j0 in min[" in text for text in texts), texts

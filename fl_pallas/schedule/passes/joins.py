@@ -40,7 +40,7 @@ class Seed:
 
 def join(program: Program, v: Value) -> Seed | None:
     """The two sides of `v` if it joins values that each have an axis the other lacks."""
-    if v.expr is None or v.is_view or not is_float(v.dtype):
+    if v.expr is None or v.is_view or not (is_float(v.dtype) or v.dtype == "bool" and _is_counted(program, v)):
         return None
     indices = {m for n in loads(v.expr) for i in n.index for m in loads(i)}
     found = [n for n in loads(v.expr) if n not in indices]  # what a table is read at (token ids) is no operand
@@ -60,6 +60,24 @@ def join(program: Program, v: Value) -> Seed | None:
             if short is None and contracted and is_float(a.dtype) and is_float(b.dtype) and 1 in v.shape:
                 short = Seed(v, rows, cols)  # of a row by itself (a norm among distances), where no other pair has both
     return short or _placed(v, found)
+
+
+def _is_counted(program: Program, v: Value) -> bool:
+    """Whether the pairs of a mask are summed, with nothing larger than rows but positions (a row's positives): scores
+    that it masks are no such sum."""
+    if not is_outer(v):
+        return False
+    own = {v.name}
+    for u in program.values:
+        if u.expr is None or own.isdisjoint(u.reads):
+            continue
+        others = [o for r in u.reads if r not in own and (o := program.by_name[r]).numel >= v.numel]
+        if not all(is_of_positions(program, o) for o in others):
+            continue
+        if reductions(u.expr):
+            return True
+        own.add(u.name)
+    return False
 
 
 def _placed(v: Value, found: list[Load]) -> Seed | None:
