@@ -276,7 +276,7 @@ def test_a_division_by_nothing_stays_under_its_test(device: torch.device) -> Non
         far, same = torch.cdist(x, x), label[:, None] == label
         other = (1 - far).masked_fill(same, -torch.inf).logsumexp(-1)
         positive = same & ~torch.eye(len(x), dtype=torch.bool, device=x.device)
-        both = F.relu(other[:, None].logaddexp(other) + far).square() * positive
+        both = torch.relu(other[:, None].logaddexp(other) + far).square() * positive
         return both.sum() / positive.sum()
 
     x = (3 * torch.randn(70, 16, device=device)).round()
