@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..build import negate, op, reduce, rewrite, select, substitute
-from ..expr import Axis, Const, Expr, Op, Reduce, const, free_axes, index, reductions
+from ..expr import Axis, Expr, Op, Reduce, const, free_axes, index, reductions
 from ..inner import positions
 from ..integer import from_linear
 from .fuse import Fused
-from .interchange import is_larger_than_operands
+from .interchange import is_larger_than_operands, is_zero
 
 
 def by_distance(fused: Fused) -> Fused:
@@ -66,8 +66,6 @@ def _split(picked: Expr) -> tuple[Expr, Expr] | None:
     if not isinstance(picked, Op) or picked.name != "select":
         return None
     test, counted, otherwise = picked.args
-    if isinstance(counted, Const) and counted.value == 0:
+    if is_zero(counted):
         test, counted, otherwise = negate(test), otherwise, counted
-    if not isinstance(otherwise, Const) or otherwise.value != 0:
-        return None
-    return test, counted
+    return (test, counted) if is_zero(otherwise) else None

@@ -42,8 +42,8 @@ def _selects(body: Expr, r: Reduce, e: Reduce) -> bool:
     tested = False
     while isinstance(body, Op):
         if body.name == "select":
-            test, inner, zero = sorted(body.args, key=_is_zero)
-            if not _is_zero(zero):
+            test, inner, zero = sorted(body.args, key=is_zero)
+            if not is_zero(zero):
                 return False
             others, tested = [test], tested or e.axis in free_axes(test)
         elif body.name == "mul":
@@ -58,5 +58,5 @@ def _selects(body: Expr, r: Reduce, e: Reduce) -> bool:
     return body is r and tested
 
 
-def _is_zero(e: Expr) -> bool:
+def is_zero(e: Expr) -> bool:
     return isinstance(e, Const) and e.value == 0

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import reduce as folded
 
 from ..build import op, reduce, rewrite, select, substitute
-from ..expr import Axis, Const, Expr, Op, Reduce, free_axes, reductions
+from ..expr import Axis, Expr, Op, Reduce, free_axes, reductions
 from ..inner import factors
 from .fuse import Fused
+from .interchange import is_zero
 
 
 def of_positions(fused: Fused) -> Fused:
@@ -58,6 +59,7 @@ def _ordered(e: Expr) -> Expr:
     if not last and not nest.batch:
         return e
     picked = _over(last, nest.picked, e.dtype)
+    # What is stored for each position has to be less than what was stored for each pair, with features.
     if _count(free_axes(picked)) >= _count(free_axes(nest.picked) | shared - nest.tested):
         return e
     out = folded(lambda a, b: op("mul", a, b, dtype=e.dtype), (*nest.outside, picked))
@@ -84,8 +86,8 @@ def _terms(body: Expr) -> list[Expr]:
     """What a sum adds up, each under the test that all of it is under."""
     if isinstance(body, Op) and body.name == "add":
         return [t for a in body.args for t in _terms(a)]
-    if isinstance(body, Op) and body.name == "select" and any(map(_is_zero, body.args[1:])):
-        (n, inner), *_ = ((n, a) for n, a in enumerate(body.args) if n and not _is_zero(a))
+    if isinstance(body, Op) and body.name == "select" and any(map(is_zero, body.args[1:])):
+        (n, inner), *_ = ((n, a) for n, a in enumerate(body.args) if n and not is_zero(a))
         return [select(*(t if m == n else a for m, a in enumerate(body.args))) for t in _terms(inner)]
     return [body]
 
@@ -101,7 +103,7 @@ def _nest(e: Expr) -> _Nest | None:
         ((within, nest),) = inner
         outside = (*(f for f in parts if f is not within), *nest.outside)
         return replace(nest, axes=(*axes, *nest.axes), outside=outside)
-    tests = [f for f in parts if isinstance(f, Op) and f.name == "select" and any(map(_is_zero, f.args[1:]))]
+    tests = [f for f in parts if isinstance(f, Op) and f.name == "select" and any(map(is_zero, f.args[1:]))]
     if len(tests) != 1:
         return None
     (picked,) = tests
@@ -129,8 +131,8 @@ def _hole(picked: Expr) -> Expr | None:
     others: list[Expr] = []
     while isinstance(picked, Op):
         if picked.name == "select":
-            test, inner, zero = sorted(picked.args, key=_is_zero)
-            if not _is_zero(zero):
+            test, inner, zero = sorted(picked.args, key=is_zero)
+            if not is_zero(zero):
                 return None
             others.append(test)
         elif picked.name == "mul":
@@ -152,7 +154,3 @@ def _axes(some: Iterable[Expr]) -> frozenset[Axis]:
 
 def _count(axes: Iterable[Axis]) -> int:
     return math.prod(a.extent for a in axes)
-
-
-def _is_zero(e: Expr) -> bool:
-    return isinstance(e, Const) and e.value == 0
