@@ -68,7 +68,8 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
         while len(own) > 1 and math.prod(power_of_two(a.extent) for a in own) > MAX_FEATURES:
             features.remove(own.pop(0))
     rest = [a for a in axes if a not in features]
-    found = {n for e in bodies for n in loads(e) if is_float(n.dtype)}
+    every = {n for e in bodies for n in loads(e)}
+    found = {n for n in every if is_float(n.dtype)} or every  # labels, where pairs are counted
     inner = [n for n in found if not loops or free_axes(n) & {loop.axis for loop in loops} and not _is_table(n)]
 
     others = {*rest, *(loop.axis for loop in loops)}
