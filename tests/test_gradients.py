@@ -283,6 +283,18 @@ def test_a_division_by_nothing_stays_under_its_test(device: torch.device) -> Non
     check_gradients(lifted, fl.compile(lifted, fallback="error"), [x, torch.arange(70, device=device) % 5])
 
 
+def test_sums_of_one_half_are_not_those_of_the_other(device: torch.device) -> None:
+    """Complex values by their halves: each of four sums is known to the backward pass, and another goes by its own."""
+
+    def turned(q: Tensor, k: Tensor, v: Tensor, phase: Tensor) -> Tensor:
+        weights, by = (q @ k.mT / 4).softmax(-1), phase[..., :, None] - phase[..., None, :]
+        (a, b), c, s = v.chunk(2, -1), weights * by.cos(), weights * by.sin()
+        return torch.cat([c @ a - s @ b, s @ a + c @ b], -1)
+
+    x = [torch.randn(2, 2, 70, 16, device=device) for _ in range(3)]
+    check_gradients(turned, fl.compile(turned, fallback="error"), [*x, torch.randn(2, 2, 70, device=device)])
+
+
 def rounded_sides(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q.round() @ k.round().mT / 4).clamp(-2, 2).softmax(-1) @ v
 

@@ -30,7 +30,7 @@ from ..expr import (
     reductions,
     walk,
 )
-from ..integer import floordiv, from_linear, linear
+from ..integer import floordiv, from_linear, is_inside, linear
 from ..program import Program, Value
 from .fuse import Fused, Output
 from .resolve_views import inlined
@@ -220,8 +220,12 @@ def _exchanged(r: Expr, known: _Known) -> tuple[Reduce, Binding, tuple[Expr, ...
         if any(a.extent > 1 and a not in binding for a in known.axes):
             continue
         bound = {a: binding.get(a, index(a)) for a in known.axes}
-        # Of heads put together, some lie beyond those that are known.
-        if any(isinstance(i, Index) and i.axis.extent > a.extent for a, i in bound.items()):
+        # Of heads put together, and of features in parts, some lie beyond those that are known. (Where a relative shift
+        # leads beyond, a mask does not look.)
+        if any(
+            (len(free_axes(i)) < 2 or inner.axis in free_axes(i)) and not is_inside(i, a.extent)
+            for a, i in bound.items()
+        ):
             continue
         # Features of two axes that are summed as one stay parts of that sum.
         given = {a: i for a, i in bound.items() if isinstance(i, Op) and inner.axis not in free_axes(i)}
