@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..errors import ScheduleError
 from .dtype import DTYPES, is_float, is_int
@@ -75,17 +75,28 @@ def verify_stores(plans: Iterable[KernelPlan]) -> None:
 
 def verify_operands(program: Program, members: Iterable[str], plans: Iterable[KernelPlan]) -> None:
     """Check that the kernels of a region load what its members read, what they store themselves, and tensors that are
-    there in any case: PyTorch would compute anything else, with all that leads to it.
+    there in any case: PyTorch would compute anything else, with all that leads to it; and that they look where there is
+    something.
 
     Raises: ScheduleError, with the kernel.
     """
-    there = {v.name for v in program.values if v.expr is None} | {v.name for v in program.facts}
-    there.update(r for m in members for r in program.by_name[m].reads)
+    there = {v.name: v.shape for v in program.values if v.expr is None} | {v.name: v.shape for v in program.facts}
+    there |= {r: program.by_name[r].shape for m in members for r in program.by_name[m].reads}
     for plan in plans:
         check = _Checker(f"kernel {plan.name}", lambda plan=plan: plan_text(plan))
-        there.update(s.name for s in plan.stores)
-        unknown = set(operand_names(plan)) - there
+        there |= {s.name: s.shape for s in plan.stores}
+        unknown = set(operand_names(plan)) - there.keys()
         check.that(not unknown, f"it loads {sorted(unknown)}, which its region does not read")
+        for node in {n for e in _expressions(plan) for n in loads(e)}:
+            spans = zip(map(bounds, node.index), there[node.source])
+            beyond = any(span is not None and (span[1] < 0 or span[0] >= extent) for span, extent in spans)
+            check.that(not beyond, f"{_brief(node)} lies beyond {node.source}, whose shape is {there[node.source]}")
+
+
+def _expressions(plan: KernelPlan) -> Iterator[Expr]:
+    yield from (s.expr for s in plan.stores)
+    for step in (s for loop in plan.loops for s in loop.steps):
+        yield step.update if isinstance(step, Accumulator) else step.value
 
 
 class _Checker:
