@@ -57,6 +57,7 @@ THINNED = {
     "test_nothing_is_stored_for_a_pair": 2,
     "test_parts_merge_into_the_whole": 2,
     "test_matches": 2,
+    "test_tables_by_distance": 2,
 }
 """Of the cases of these tests one in so many runs on a CPU, and at least one; all with --every-case."""
 NO_GPU = "needs a CUDA GPU: torch.cuda.is_available() is False"

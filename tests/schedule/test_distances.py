@@ -93,7 +93,7 @@ def _inputs(fn: Callable[..., Tensor], n: int, device: torch.device) -> list[Ten
 
 
 @pytest.mark.parametrize("fn", CASES)
-def test_right(fn: Callable[..., Tensor], device: torch.device) -> None:
+def test_tables_by_distance(fn: Callable[..., Tensor], device: torch.device) -> None:
     check_gradients(fn, fl.compile(fn, fallback="error"), _inputs(fn, 70, device))
 
 

@@ -186,3 +186,23 @@ def drawn_apart(x: Tensor, v: Tensor) -> Tensor:
     d = x[:, None] - x
     near = torch.exp(d.square().sum(-1) / -2)[..., None]
     return (near * v + near * d).mean(1)
+
+
+def soft_clusters(x: Tensor, centres: Tensor) -> Tensor:
+    return (-((x[:, :, None] - centres) ** 2).sum(-1)).softmax(-1) @ centres
+
+
+def nearest(x: Tensor, centres: Tensor) -> Tensor:
+    return (x[:, :, None] - centres).abs().sum(-1).amin(1)
+
+
+def log_likelihood(x: Tensor, centres: Tensor) -> Tensor:
+    return (-0.5 * ((x[:, :, None] - centres) / 2).square().sum(-1)).logsumexp(-1)
+
+
+@pytest.mark.parametrize("fn", [soft_clusters, nearest, log_likelihood])
+def test_centres_that_a_batch_shares_are_no_layers_weight(fn: Callable[..., Tensor], device: torch.device) -> None:
+    inputs = torch.randn(2, 100, 16, device=device), torch.randn(40, 16, device=device)
+    check_gradients(fn, fl.compile(fn, fallback="error"), inputs)
+    with torch.no_grad():
+        assert fl.explain(fn, *inputs).kernel_count == 1

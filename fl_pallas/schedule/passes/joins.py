@@ -152,7 +152,7 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
         return False
     coupled, followed = _path(program, v)
     larger = is_larger(program, seed)
-    if has_weight(program, v):
+    if has_weight(program, v) and not _is_measured(program, seed):
         contraction = max((r.axis.extent for r in reductions(v.expr)), default=1)
         asked = followed and larger and contraction <= MAX_WEIGHT_CONTRACTION
         return asked and (_is_normalised(program, seed) or _is_searched(program, v))
@@ -186,6 +186,24 @@ def _is_normalised(program: Program, seed: Seed) -> bool:
             statistics.add(u.name)
         elif not found:
             own.add(u.name)
+    return False
+
+
+def _is_measured(program: Program, seed: Seed) -> bool:
+    """Whether what elements of two tensors make of each other is summed, or its largest taken, along what both have:
+    points and centres, by features. A layer's product sums by itself, and a bias is no pair of anything."""
+    v = seed.value
+    if v.expr is None or reductions(v.expr):
+        return False
+    along = {v.name: _shared(seed)}
+    for u in program.values:
+        if u.expr is None:
+            continue
+        for node in (n for n in loads(u.expr) if n.source in along):
+            axes = _along(program.by_name[node.source], node, along)
+            if any(r.axis in axes for r in reductions(u.expr)):
+                return True
+            along[u.name] = along.get(u.name, frozenset()) | axes & frozenset(u.axes)
     return False
 
 
