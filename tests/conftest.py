@@ -36,14 +36,14 @@ from fl_pallas.bridge.launch import DirectKernel
 
 REPEATS = 4
 THINNED = {
-    "test_scheduled": 10,
-    "test_end_to_end": 2,
-    "test_fused_short": 2,
+    "test_scheduled": 20,
+    "test_end_to_end": 4,
+    "test_fused_short": 4,
     "test_as_the_program": 4,
     "test_decode": 4,
     "test_streamed_in_any_tiles": 4,
-    "test_compiles": 8,
-    "test_short": 2,
+    "test_compiles": 16,
+    "test_short": 4,
     "test_needs_no_gradient": 2,
     "test_rows_that_see_nothing_but_finite_masks": 2,
     "test_far_from_the_origin": 4,
@@ -51,7 +51,7 @@ THINNED = {
     "test_positions_are_exact": 4,
     "test_gradients": 2,
     "test_gradients_go_where_pytorchs_do": 4,
-    "test_finite_differences": 2,
+    "test_finite_differences": 4,
     "test_what_is_stored_serves_all_gradients": 3,
     "test_nothing_is_stored_for_each_pair": 2,
     "test_nothing_is_stored_for_a_pair": 2,

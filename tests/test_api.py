@@ -1238,11 +1238,22 @@ def exponentials(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     return q.sigmoid() * (e * v[:, None]).sum(2) / e.sum(2)
 
 
+def test_exponentials_of_a_table() -> None:
+    n, d = 64, 8
+    inputs = (*(torch.randn(1, n, d) for _ in range(3)), torch.randn(n, n))
+    run_and_check(exponentials, fl.compile(exponentials, fallback="error"), inputs)
+    assert fl.explain(exponentials, *inputs).kernel_count == 1
+
+
+def rows_of_a_table_added(x: Tensor, table: Tensor) -> Tensor:
+    return torch.relu(x[:, :, None] + table).mean(2)
+
+
 def test_what_pytorch_puts_together_is_told(unwarned: None) -> None:
     """No kernel takes it: larger than all that is given and returned, it is none the less reported."""
-    n, d = 64, 8
-    explanation = fl.explain(exponentials, *(torch.randn(1, n, d) for _ in range(3)), torch.randn(n, n))
-    assert [f.bytes for f in explanation.fallbacks] == [4 * n * n * d], str(explanation)
+    b, n, m, d = 2, 50, 20, 16
+    explanation = fl.explain(rows_of_a_table_added, torch.randn(b, n, d), torch.randn(m, d))
+    assert [f.bytes for f in explanation.fallbacks] == [4 * b * n * m * d], str(explanation)
 
 
 def test_numbers_beyond_float32() -> None:
