@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ..errors import ScheduleError
 from .dtype import DTYPES, is_float, is_int
 from .expr import Axis, Expr, Index, Load, Op, Reduce, Ref, children, free_axes, loads, walk
 from .integer import bounds
-from .plan import Accumulator, Anchor, KernelPlan, Loop, Step, Store, bounds_of, operand_names
+from .plan import Accumulator, Anchor, KernelPlan, Loop, Step, Store, bounds_of, expressions, operand_names
 from .program import Program, Value, reads_of
 from .text import axes_text, expr_text, plan_text, program_text
 
@@ -87,16 +87,10 @@ def verify_operands(program: Program, members: Iterable[str], plans: Iterable[Ke
         there |= {s.name: s.shape for s in plan.stores}
         unknown = set(operand_names(plan)) - there.keys()
         check.that(not unknown, f"it loads {sorted(unknown)}, which its region does not read")
-        for node in {n for e in _expressions(plan) for n in loads(e)}:
+        for node in {n for e in expressions(plan) for n in loads(e)}:
             spans = zip(map(bounds, node.index), there[node.source])
             beyond = any(span is not None and (span[1] < 0 or span[0] >= extent) for span, extent in spans)
             check.that(not beyond, f"{_brief(node)} lies beyond {node.source}, whose shape is {there[node.source]}")
-
-
-def _expressions(plan: KernelPlan) -> Iterator[Expr]:
-    yield from (s.expr for s in plan.stores)
-    for step in (s for loop in plan.loops for s in loop.steps):
-        yield step.update if isinstance(step, Accumulator) else step.value
 
 
 class _Checker:
