@@ -254,9 +254,10 @@ def supervised_contrastive(x: Tensor, label: Tensor) -> Tensor:
 
 
 def ranked_pairs(score: Tensor, grade: Tensor) -> Tensor:
-    """RankNet: the mean over pairs of which one is graded higher."""
+    """RankNet: the mean over pairs of which one is graded higher; float16 holds no count of them."""
     higher = (grade[:, None] > grade).to(score.dtype)
-    return (F.softplus(score - score[:, None]) * higher).sum() / higher.sum().clamp(min=1)
+    losses = F.softplus(score - score[:, None]) * higher
+    return losses.sum(dtype=torch.float32) / higher.sum(dtype=torch.float32).clamp(min=1)
 
 
 def divergence(q: Tensor, k: Tensor, q2: Tensor, k2: Tensor) -> Tensor:
