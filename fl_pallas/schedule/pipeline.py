@@ -17,6 +17,7 @@ from .passes.by_cases import by_cases, solved
 from .passes.by_distance import by_distance
 from .passes.copies import store_copies
 from .passes.cut import cut_apart
+from .passes.distances import look_up_distances
 from .passes.exchange import exchange
 from .passes.expand_squares import expand_squares
 from .passes.fuse import Fused, Output, fuse
@@ -42,7 +43,7 @@ from .passes.stream import parallel_axes, stream
 from .passes.strength import by_element, without_divisions
 from .passes.tabulate import tabulate
 from .passes.unflatten import unflatten
-from .passes.weigh import cheapest
+from .passes.weigh import cheapest, covering
 from .plan import Choices, KernelPlan, Loop, Store
 from .program import Program, Value
 from .target import HOPPER, Target
@@ -136,6 +137,8 @@ def schedule(
         for fused in groups:
             record("interchange", partial(fused_text, fused))
         tables, groups = look_up(groups, f"r{n}_p", compute, shapes)
+        by_distance_alone, groups = look_up_distances(groups, f"r{n}_x")
+        tables = (*tables, *by_distance_alone)
         for fused in (*tables, *groups):
             record("look_up", partial(fused_text, fused))
         kernels_of = functools.cache(partial(_made, program, region, f"r{n}", compute, shapes, target, tables))
@@ -239,12 +242,10 @@ def _planned(
         own = tuple(a for a in parallel if any(a in s.axes for s in stores))
         return build_plan(name, own, loops, stores, notes, compute, target)
 
-    def covering(kernel: Kernel) -> Choices | None:
-        plan = built(*kernel)
-        covers = (c for c in (plan.choices, *plan.others) if all(a.extent <= (c.tile(a) or 1) for a in plan.features))
-        return next(covers, None)
+    def tiles(kernel: Kernel) -> Choices | None:
+        return next(iter(covering(built(*kernel))), None)
 
-    ways = ways_to_part(loops, stores, parallel, f"{name}{number}", compute, covering)
+    ways = ways_to_part(loops, stores, parallel, f"{name}{number}", compute, tiles)
     kernels = cheapest([tuple(built(*kernel) for kernel in way) for way in ways], target)
     plans: list[KernelPlan] = []
     for kernel in kernels:

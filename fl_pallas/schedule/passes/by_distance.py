@@ -28,27 +28,15 @@ def _by_distance(e: Expr) -> Expr:
         return e
     i, j, picked = e.axis, e.body.axis, e.body.body
     split = _split(picked)
-    if split is None or i.size is not None or j.size is not None:
+    if split is None:
         return e
     test, counted = split
-    pair = frozenset((i, j))
-    if not free_axes(test) - pair:
+    if not free_axes(test) - {i, j}:
         return e  # a mask
-    found = dict(positions(test, pair))
-    signs = {a * b for _, a, b, _, _ in found.values()}
-    if len(signs) != 1 or not reductions(counted) or not is_larger_than_operands(counted):
+    decided = over_distances(test, i, j)
+    if decided is None or not reductions(counted) or not is_larger_than_operands(counted):
         return e
-    (sign,) = signs
-    # The distance i + sign * j, from 0 on.
-    along, least = Axis(f"{i}{'+-'[sign < 0]}{j}", i.extent + j.extent - 1), min(0, sign * (j.extent - 1))
-    here = {
-        n: from_linear(({**terms, index(along): k}, c + k * least), n.dtype)
-        for n, (first, a, b, terms, c) in found.items()
-        for k in [a if first == i else b]
-    }
-    test = substitute(test, {}, here)
-    if free_axes(test) & pair:
-        return e
+    test, along, sign, least = decided
     place = from_linear(({index(along): sign, index(i): -sign}, sign * least), "i64")
     inside = op(
         "and",
@@ -59,6 +47,30 @@ def _by_distance(e: Expr) -> Expr:
     zero = const(0, counted.dtype)
     diagonal = reduce("sum", i, select(inside, substitute(counted, {j: place}), zero), e.dtype)
     return reduce("sum", along, select(test, diagonal, const(0, e.dtype)), e.dtype)
+
+
+def over_distances(e: Expr, i: Axis, j: Axis) -> tuple[Expr, Axis, int, int] | None:
+    """What i - j, or i + j, alone decides, over an axis of distances, which begin at 0.
+
+    Returns: `e` over that axis; the axis; s and the least distance l: the index is i + s * j - l. None if both axes
+    are in it in another way.
+    """
+    pair = frozenset((i, j))
+    if not pair <= free_axes(e) or i.size is not None or j.size is not None:
+        return None
+    found = dict(positions(e, pair))
+    signs = {a * b for _, a, b, _, _ in found.values()}
+    if len(signs) != 1:
+        return None
+    (sign,) = signs
+    along, least = Axis(f"{i}{'+-'[sign < 0]}{j}", i.extent + j.extent - 1), min(0, sign * (j.extent - 1))
+    here = {
+        n: from_linear(({**terms, index(along): k}, c + k * least), n.dtype)
+        for n, (first, a, b, terms, c) in found.items()
+        for k in [a if first == i else b]
+    }
+    e = substitute(e, {}, here)
+    return None if free_axes(e) & pair else (e, along, sign, least)
 
 
 def _split(picked: Expr) -> tuple[Expr, Expr] | None:

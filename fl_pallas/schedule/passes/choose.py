@@ -69,10 +69,13 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
             features.remove(own.pop(0))
     rest = [a for a in axes if a not in features]
     every = {n for e in bodies for n in loads(e)}
-    found = {n for n in every if is_float(n.dtype)} or every  # labels, where pairs are counted
-    inner = [n for n in found if not loops or free_axes(n) & {loop.axis for loop in loops} and not _is_table(n)]
+    along = {loop.axis for loop in loops}
+    numbers = {n for n in every if is_float(n.dtype)}
+    # Labels, where pairs are counted.
+    found = numbers if any(not loops or free_axes(n) & along for n in numbers) else every
+    inner = [n for n in found if not loops or free_axes(n) & along and not _is_table(n)]
 
-    others = {*rest, *(loop.axis for loop in loops)}
+    others = {*rest, *along}
 
     def elements(n: Load) -> int:
         """Of an index of the loop and of each parallel axis."""

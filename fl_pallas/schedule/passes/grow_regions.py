@@ -360,9 +360,11 @@ def _add_member(program: Program, v: Value, seed: Seed) -> bool:
     where one load of the seed still has an index along its rows and another along its columns. One
     axis stands for both only if it was flattened from them, which a division in the indices shows.
     What is reduced along one side is not large for an index that it has of the other (a relative shift), nor what is
-    reduced along both at once, for the batch that such a side was flattened with (the gradient of keys there).
+    reduced along both at once, for the batch that such a side was flattened with (the gradient of keys there), nor what
+    is reduced along a part of a side (the columns of a grid of keys) to no more than the seed's operands.
     """
     assert v.expr is not None
+    pooled = v.numel <= max((program.by_name[root_of(program, r)].numel for r in seed.value.reads), default=0)
     found = {n: inline_load(n, seed.members[n.source]) for n in loads(v.expr) if n.source in seed.members}
     reads = [n for n in loads(substitute(v.expr, {}, dict(found))) if n.source == seed.value.name]
     # A sum of these stands for it: written out whole, members of a chain of reductions would double with each.
@@ -378,7 +380,9 @@ def _add_member(program: Program, v: Value, seed: Seed) -> bool:
         if seed.rows and seed.cols:
             reduced = (along_cols <= along_rows and every[1] - own) or (along_rows <= along_cols and every[0] - own)
             diagonal = len(along_rows | along_cols) == 1 and not divides(node)
-            large |= bool(along_rows and along_cols) and not (reduced or diagonal or every[0] & every[1] - own)
+            gone = (every[0] | every[1]) - own
+            small = reduced or diagonal or pooled and gone or every[0] & every[1] - own
+            large |= bool(along_rows and along_cols) and not small
         else:
             # A side of extent 1 leaves no axis to look for.
             large |= bool(along_rows | along_cols)

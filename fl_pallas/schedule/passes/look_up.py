@@ -45,8 +45,12 @@ def look_up(
         expr = substitute(made, {a: index(b) for a, b in zip(order, own, strict=True)})
         out = stored.setdefault(expr, Output(f"{name}{len(stored)}", own, compute, expr))
         held[r] = load(out.name, (*map(index, order[:-1]), position), compute)
-    found = (tuple(replace(o, expr=substitute(o.expr, {}, held)) for o in g.outputs) for g in groups)
-    return tuple(Fused((out,)) for out in stored.values()), tuple(map(Fused, found))
+    return tuple(Fused((out,)) for out in stored.values()), replaced(groups, held)
+
+
+def replaced(groups: tuple[Fused, ...], held: Mapping[Expr, Expr]) -> tuple[Fused, ...]:
+    """The kernels with the expressions of `held` in place of what they stand for."""
+    return tuple(Fused(tuple(replace(o, expr=substitute(o.expr, {}, held)) for o in g.outputs)) for g in groups)
 
 
 def _position(r: Reduce, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Expr, Axis] | None:

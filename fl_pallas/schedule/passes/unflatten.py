@@ -1,4 +1,5 @@
-"""Reductions over flattened dimensions become reductions over each of the dimensions, where that sets others free."""
+"""Reductions over flattened dimensions become reductions over each of the dimensions, where that sets others free; and
+flattened axes of outputs become the axes that they were, where one of those is shifted or masked."""
 
 from __future__ import annotations
 
@@ -7,11 +8,14 @@ from itertools import combinations
 
 from ..build import COMPARISONS, dimensions, reduce, rewrite, row_major, substitute
 from ..dtype import is_int
-from ..expr import Axis, Const, Expr, Index, Op, Reduce, free_axes, index, loads, reductions, walk
+from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, free_axes, index, loads, reductions, walk
 from ..inner import factors
 from .cut import MAX_GROWTH, is_larger_than
-from .fuse import Fused
+from .fuse import Fused, Output
 from .stream import MAX_COVERED, is_batch_sum, is_covered
+
+# Operations that put one position beside another.
+_POSITIONS = ("add", "sub", *COMPARISONS)
 
 
 def unflatten(fused: Fused) -> Fused:
@@ -20,7 +24,38 @@ def unflatten(fused: Fused) -> Fused:
     A matrix product of views sums over all rows and columns at once, as einsum's gradient of weights that mix heads
     does. Only when they are apart is it seen that a row's own reductions are the same for all of its columns.
     """
+    fused = _parallel_apart(fused)
     return Fused(tuple(replace(o, expr=rewrite(o.expr, _apart)) for o in fused.outputs))
+
+
+def _parallel_apart(fused: Fused) -> Fused:
+    """`o[x < m·n] = sum[j](q(x // n, x % n) * k(x % n + j))` → `o[i·n + l] = sum[j](q(i, l) * k(l + j))`.
+
+    An einsum folds a batch into the rows of a product whose other side has none, and the gradient is made so. A tile of
+    such rows is of several members, and where its positions begin and end is not known.
+    """
+    for axis in dict.fromkeys(a for o in fused.outputs for a in o.axes):
+        nodes = {n for o in fused.outputs for n in walk(o.expr) if axis in free_axes(n)}
+        places = {i for n in nodes if isinstance(n, Load) for i in n.index}
+        if index(axis) in places:
+            continue
+        among = [n for n in nodes if isinstance(n, Op) and n.name in _POSITIONS and is_int(n.args[0].dtype)]
+        beside = [n for n in among if free_axes(n) - {axis} and not loads(n)]
+        strides = {s for n in beside for c in n.args if (s := _beyond(c, axis))}
+        axes = dimensions(axis, strides | {s for i in places if (s := _beyond(i, axis))}) if strides else [axis]
+        if len(axes) > 1:
+            fused = Fused(tuple(_over(o, axis, axes) for o in fused.outputs))
+    return fused
+
+
+def _over(o: Output, axis: Axis, axes: list[Axis]) -> Output:
+    """The output over `axes` in place of the one that flattens them."""
+    if axis not in o.axes:
+        return o
+    place = {axis: row_major(map(index, axes), axes)}
+    dims = o.dims or tuple((index(a), a.extent) for a in o.axes)
+    own = tuple(b for a in o.axes for b in (axes if a == axis else [a]))
+    return Output(o.name, own, o.dtype, substitute(o.expr, place), tuple((substitute(i, place), n) for i, n in dims))
 
 
 def _apart(e: Expr) -> Expr:

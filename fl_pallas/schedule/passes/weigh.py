@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, loads
@@ -19,7 +20,7 @@ from ..inner import (
     is_sequential,
 )
 from ..integer import linear
-from ..plan import Accumulator, KernelPlan, bounds_of
+from ..plan import Accumulator, Choices, KernelPlan, bounds_of
 from ..target import Target
 from .choose import COSTLY
 from .lay_out import touched_by
@@ -42,9 +43,21 @@ def cheapest(ways: Sequence[tuple[KernelPlan, ...]], target: Target) -> tuple[Ke
     """The way that takes the least time; the first, of the fewest kernels, unless another is clearly better."""
     if len(ways) == 1:
         return ways[0]
-    times = [sum(cycles(plan, target) for plan in way) for way in ways]
+    times = [sum(_tuned(plan, target) for plan in way) for way in ways]
     best = min(range(len(ways)), key=times.__getitem__)
     return ways[best] if times[best] < CLEARLY * times[0] else ways[0]
+
+
+def _tuned(plan: KernelPlan, target: Target) -> float:
+    """Cycles by the scheduler's pick or, where that halves the features, by a choice that has them whole, if fewer."""
+    whole = covering(plan)
+    ways = [plan.choices] if plan.choices in whole else [plan.choices, *whole]
+    return min(cycles(replace(plan, choices=c), target) for c in ways)
+
+
+def covering(plan: KernelPlan) -> list[Choices]:
+    """The choices, best first, with all features of an element in a tile."""
+    return [c for c in (plan.choices, *plan.others) if all(a.extent <= (c.tile(a) or 1) for a in plan.features)]
 
 
 def cycles(plan: KernelPlan, target: Target, once: bool = False) -> float:
