@@ -206,3 +206,18 @@ def test_centres_that_a_batch_shares_are_no_layers_weight(fn: Callable[..., Tens
     check_gradients(fn, fl.compile(fn, fallback="error"), inputs)
     with torch.no_grad():
         assert fl.explain(fn, *inputs).kernel_count == 1
+
+
+def test_sums_along_a_part_of_the_keys_leave_a_region(device: torch.device) -> None:
+    """A bias by rows and one by columns of a grid of keys, each made of queries and a table: its gradient, [queries,
+    rows], is no larger than the queries, and the tables' are PyTorch's to make of it. Kernels computed the scores again
+    for each distance."""
+    case = BY_NAME["decomposed_positions"]
+    given = [x.requires_grad_() for x in case.make_inputs(400, torch.bfloat16, device)]
+    with unrun():
+        (graph,) = [g for g in fl.explain(case.target(torch.bfloat16, device), *given).graphs if g.name == "backward"]
+    assert not graph.fallbacks
+    side = math.isqrt(given[0].shape[1])
+    stored = {s.shape for plan in graph.kernels for s in plan.stores}
+    assert {(2, side, side, 1, side), (2, side, side, side, 1)} <= stored
+    assert all(a.extent != 2 * side - 1 for plan in graph.kernels if plan.loops for a in plan.grid)

@@ -120,3 +120,18 @@ def test_heads_that_share_keys_have_loops_of_their_own(name: str) -> None:
     assert all(loop.lower or loop.upper for p in plans for loop in p.loops)
     assert not any(s in plan_text(p) for p in plans for s in ("j0 //", "j0 %"))
     assert all(p.features == (p.grid[-1],) for p in plans if not p.loops)
+
+
+@pytest.mark.parametrize("names", [(), ("u", "w")], ids=["q alone", "with biases"])
+def test_a_batch_folded_into_rows_is_parted(names: tuple[str, ...], device: torch.device) -> None:
+    """einsum("ibnd,jnd->bnij") folds the batch into the queries, whose positions are then shifted by data of none; its
+    gradient comes so. With the biases it is one of three results of the queries' kernel."""
+    case = BY_NAME["xlnet"]
+    q, k, v, r, u, w = case.make_inputs(512, torch.bfloat16, device)
+    given = [x.requires_grad_() for x in (q, k, v, r)]
+    given += [x.requires_grad_(name in names) for name, x in (("u", u), ("w", w))]
+    with unrun():
+        (graph,) = [g for g in fl.explain(case.target(torch.bfloat16, device), *given).graphs if g.name == "backward"]
+    assert not any("%" in line for plan in graph.kernels for line in plan_text(plan).split("\n") if "sum(" in line)
+    lengths = [len(plan.loops) for plan in graph.kernels if plan.loops]
+    assert lengths == [1] * 3, "queries, keys, positions"

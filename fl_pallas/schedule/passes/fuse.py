@@ -142,7 +142,8 @@ def join_group(v: Value, group: list[Output]) -> Output | None:
     runs = [lead.axes[i:k] for i in range(len(lead.axes)) for k in range(i + 1, len(lead.axes) + 1)]
     runs += [(a,) for a in features]
     # A batch folded into rows, where the first output has the rows before the batch.
-    runs += [pair for pair in itertools.permutations(lead.axes, 2) if pair not in runs]
+    long = [a for a in lead.axes if a.extent > 1]
+    runs += [pair for pair in itertools.permutations(long, 2) if pair not in runs]
     choices = [[r for r in runs if math.prod(b.extent for b in r) == a.extent] + [()] for a in v.axes]
     for pick in itertools.islice(itertools.product(*choices), MAX_RENAMINGS):
         used = [a for run in pick for a in run]

@@ -361,10 +361,10 @@ def _add_member(program: Program, v: Value, seed: Seed) -> bool:
     axis stands for both only if it was flattened from them, which a division in the indices shows.
     What is reduced along one side is not large for an index that it has of the other (a relative shift), nor what is
     reduced along both at once, for the batch that such a side was flattened with (the gradient of keys there), nor what
-    is reduced along a part of a side (the columns of a grid of keys) to no more than the seed's operands.
+    is reduced along a part of a side (the columns of a grid of keys) to no more than the seed's operands have together.
     """
     assert v.expr is not None
-    pooled = v.numel <= max((program.by_name[root_of(program, r)].numel for r in seed.value.reads), default=0)
+    pooled = v.numel <= sum(program.by_name[root_of(program, r)].numel for r in dict.fromkeys(seed.value.reads))
     found = {n: inline_load(n, seed.members[n.source]) for n in loads(v.expr) if n.source in seed.members}
     reads = [n for n in loads(substitute(v.expr, {}, dict(found))) if n.source == seed.value.name]
     # A sum of these stands for it: written out whole, members of a chain of reductions would double with each.
