@@ -479,12 +479,7 @@ CASES = (
         lambda g: (g.normal(g.seq, 2, 8), g.normal(g.seq, 2, 8), g.normal(2, 8), _edges(g)),
     ),
     Case("contrastive", contrastive, lambda g: (g.normal(g.seq, 32), g.normal(g.seq, 32))),
-    Case(
-        "supervised_contrastive",
-        supervised_contrastive,
-        lambda g: (g.normal(g.seq, 32), g.ints(0, 5, g.seq)),
-        kernels=2,
-    ),
+    Case("supervised_contrastive", supervised_contrastive, lambda g: (g.normal(g.seq, 32), g.ints(0, 5, g.seq))),
     Case("ranked_pairs", ranked_pairs, lambda g: (g.normal(g.seq), g.ints(0, 5, g.seq))),
     Case("divergence", divergence, lambda g: tuple(g.normal(1, 2, g.seq, 16) for _ in range(4))),
     Case(

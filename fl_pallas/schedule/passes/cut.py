@@ -10,7 +10,7 @@ from ..build import rewrite, substitute
 from ..dtype import compute_dtype
 from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, index, load, loads, reductions, ref, walk
 from ..program import Value
-from .fuse import Fused, Output, join_group
+from .fuse import Fused, Output, join_group, labels
 from .share import renaming
 from .stream import MAX_COVERED, parallel_axes, streamed
 
@@ -156,7 +156,11 @@ def _sharing(outputs: tuple[Output, ...]) -> list[list[Output]]:
 
 def _is_shared(o: Output, own: set[Reduce], found: set[Reduce], rows: tuple[Axis, ...]) -> bool:
     """Whether an output's reductions are a kernel's too: enough of them, if it has axes that the kernel's rows have not
-    (a matrix of all pairs is no row with features for having a norm of each row in it)."""
+    (a matrix of all pairs is no row with features for having a norm of each row in it); or they count by labels that the
+    kernel has."""
+    asked = labels(o.expr)
+    if asked and {*o.axes} <= {*rows} and {*asked} <= {n for r in found for n in loads(r)}:
+        return True
     apart = MAX_APART if {*o.axes} - {*rows} else math.inf
     return bool(found & own) and _terms(own - found) <= apart * _terms(found & own)
 

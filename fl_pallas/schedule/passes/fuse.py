@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..build import row_major, substitute
+from ..dtype import is_float
 from ..expr import Axis, Expr, Reduce, free_axes, index, loads, reductions
 from ..program import Program, Value
 from .grow_regions import Region
@@ -123,18 +124,29 @@ def renamed(v: Value, axes: tuple[tuple[Axis, ...], ...]) -> Output:
     return Output(v.name, tuple(a for group in axes for a in group), v.dtype, expr, dims)
 
 
-def _what(r: Reduce) -> tuple[str, frozenset[str]]:
-    """What a reduction is by any names of its axes."""
-    return r.kind, frozenset(n.source for n in loads(r))
+def _what(n: Expr) -> tuple[str, frozenset[str]]:
+    """What a reduction, or a load, is by any names of its axes."""
+    return n.kind if isinstance(n, Reduce) else "", frozenset(m.source for m in loads(n))
+
+
+def labels(e: Expr) -> list[Expr]:
+    """What the reductions of `e` load, where all that is labels and masks (of pairs that are counted)."""
+    found = [n for r in reductions(e) for n in loads(r)]
+    return [] if any(is_float(n.dtype) for n in found) else [*dict.fromkeys(found)]
 
 
 def join_group(v: Value, group: list[Output]) -> Output | None:
-    """`v` over the axes of `group`, renamed so that it shares most reductions; None if it shares none."""
+    """`v` over the axes of `group`, renamed so that it shares most reductions; None if it shares none, and is no count
+    of pairs by labels that reductions of the group load."""
     assert v.expr is not None
     lead, *others = group
     features = dict.fromkeys(a for o in others for a in o.axes if a not in lead.axes)
-    shared = {r for o in group for r in reductions(o.expr)}
+    asked: Callable[[Expr], Sequence[Expr]] = reductions
+    shared: set[Expr] = {r for o in group for r in reductions(o.expr)}
     own = [(r, _what(r)) for r in reductions(v.expr)]
+    if (counted := labels(v.expr)) and not {w for _, w in own} & {*map(_what, shared)}:
+        asked, own = labels, [(n, _what(n)) for n in counted]
+        shared = {n for r in shared for n in loads(r)}
     alike = [(free_axes(r), free_axes(s)) for s, what in ((s, _what(s)) for s in shared) for r, w in own if w == what]
     if not alike:
         return None
@@ -157,7 +169,9 @@ def join_group(v: Value, group: list[Output]) -> Output | None:
         fresh = (Axis(f"x{len(lead.axes) + i}_{len(group)}", a.extent) for i, a in enumerate(v.axes))
         candidate = renamed(v, tuple(run or (new,) for run, new in zip(pick, fresh, strict=True)))
         # What is shared must have no axis of its own: it would be computed once for each.
-        score = sum(r in shared for r in reductions(candidate.expr))
+        score = sum(n in shared for n in asked(candidate.expr))
+        if asked is labels and (score < len(own) or extra > 1):
+            continue
         if score and (best is None or (score, -extra) > best[0]):
             best = (score, -extra), candidate
     return best[1] if best else None
