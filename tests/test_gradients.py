@@ -211,6 +211,51 @@ def test_maximum_of_what_kernels_store(device: torch.device) -> None:
     check_gradients(largest_and_own, fl.compile(largest_and_own), x)
 
 
+def scaled_by_the_largest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Of a head, over positions and features."""
+    return ((q / q.abs().amax((-2, -1), keepdim=True)) @ k.mT).softmax(-1) @ v
+
+
+def scaled_by_the_largest_gated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Of what 16 bits round, at every step in PyTorch, and not in a kernel."""
+    x = q * 0.3 * k.tanh()
+    return (x / x.amax((-2, -1), keepdim=True) @ k.mT).softmax(-1) @ v
+
+
+def largest_of_the_result(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q @ k.mT / 4).softmax(-1) @ v * q.sigmoid() * 0.3).amax((-2, -1))
+
+
+def keys_to_their_range(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    least, most = k.aminmax(dim=-1, keepdim=True)
+    return (q @ ((k - least) / (most - least)).mT).softmax(-1) @ v
+
+
+def scores_to_their_range(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = q @ k.mT / 4
+    least, most = s.aminmax(dim=-1, keepdim=True)
+    return ((s - least) / (most - least)).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+@pytest.mark.parametrize(
+    "fn",
+    [
+        scaled_by_the_largest,
+        scaled_by_the_largest_gated,
+        largest_of_the_result,
+        keys_to_their_range,
+        scores_to_their_range,
+    ],
+)
+def test_a_maximum_of_several_dimensions_leaves_the_rest_fused(
+    fn: Callable[..., Tensor], dtype: torch.dtype, device: torch.device
+) -> None:
+    """What it is of is no larger than the inputs: it is PyTorch's, and kept with its maximum."""
+    x = [torch.randn(1, 2, 70, 16, device=device, dtype=dtype) for _ in range(3)]
+    check_gradients(fn, fl.compile(fn, fallback="error"), x)
+
+
 def sharp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.mT * 8).softmax(-1) @ v
 

@@ -1,4 +1,4 @@
-"""Masks and biases of what pairs of tokens have in common: tags, roles, bits of hashes."""
+"""Masks and biases of what pairs of tokens have in common: tags, roles, bits of hashes; and of coordinates."""
 
 from __future__ import annotations
 
@@ -38,13 +38,25 @@ def shared_id(q: Tensor, t: Tensor) -> Tensor:
     return masked(q, ~(ids[:, :, None, :, None] == ids[:, None, :, None, :]).flatten(-2).any(-1))
 
 
+def chessboard(q: Tensor, t: Tensor) -> Tensor:
+    """Coordinates of tokens, as far apart as along the axis along which they are further."""
+    at = t.unflatten(-1, (2, 4)).sum(-1)
+    return masked(q, (at[:, :, None] - at[:, None]).abs().amax(-1) > 1)
+
+
+def within_a_box(q: Tensor, t: Tensor) -> Tensor:
+    """The same of coordinates that are floats, scaled."""
+    at = t.unflatten(-1, (2, 4)).sum(-1).to(q.dtype)
+    return masked(q, ((at[:, :, None] - at[:, None]) / 3).abs().max(-1).values > 0.4)
+
+
 def near_the_largest(q: Tensor, t: Tensor) -> Tensor:
     """Mining: what counts is how far a score is from the row's largest, of which no gradient is asked."""
     s = q @ q.mT / 4 + t.sum(-1, dtype=q.dtype)[:, None]
     return torch.where(s - 0.1 < s.amax(-1, keepdim=True).detach(), s.exp(), 0).sum(-1)
 
 
-PROGRAMS = (any_tag, all_roles, hamming, jaccard, shared_id, near_the_largest)
+PROGRAMS = (any_tag, all_roles, hamming, jaccard, shared_id, chessboard, within_a_box, near_the_largest)
 
 
 @pytest.mark.parametrize("fn", PROGRAMS)

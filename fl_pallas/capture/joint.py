@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from ..errors import Unsupported
 from ..schedule.build import substitute
 from ..schedule.expr import Expr, load, loads
+from ..schedule.passes.joins import given_or_returned
 from ..schedule.passes.keep import Kept
 from ..schedule.program import Program, Value, left_to_pytorch
 from .aten import Opener
@@ -56,12 +57,18 @@ def _distance_backward(
     return (factor.unsqueeze(-1) * slope).sum(-2)
 
 
+def _aminmax(x: torch.Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    dims = [*range(x.dim())] if dim is None else [dim]
+    return x.amin(dims, keepdim), x.amax(dims, keepdim)
+
+
 # On CPUs, log_sigmoid hands its backward pass a buffer that is not read; of nll_loss, the backward pass asks for the
 # sum of weights alone, and PyTorch would compute all log-probabilities with it.
 _OPENED = {
     **_STATISTICS,
     **get_decompositions((aten.log_sigmoid_forward, aten.nll_loss_forward, aten.nll_loss2d_forward)),
     aten._cdist_backward.default: _distance_backward,
+    aten.aminmax.default: _aminmax,
 }
 
 
@@ -144,7 +151,7 @@ def differentiable(
     returned = 0
 
     def parted(joint: GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[GraphModule, GraphModule]:
-        nonlocal returned
+        nonlocal returned, left
         returned = num_fwd_outputs
 
         def read(unread: Collection[str] = ()) -> Program:
@@ -167,7 +174,8 @@ def differentiable(
                 if kept <= asked:
                     raise Unsupported("a maximum that needs a gradient", "the gradient goes to what equals it")
                 asked |= kept
-                by_position(joint, kept)
+                results, _ = _results(joint, num_fwd_outputs, program)
+                left |= by_position(joint, kept, given_or_returned(replace(program, outputs=results)))
                 offered = offer_terms(joint)
                 program = read(offered)
         _need(joint, num_fwd_outputs, kept.names & {*offered})

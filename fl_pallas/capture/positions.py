@@ -29,22 +29,33 @@ _SAME_ROWS = (
     *_SAME_ELEMENTS, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.view.default,
     aten._unsafe_view.default, aten.expand.default, operator.getitem,
 )  # fmt: skip
+# Of which kernels store the results that are compared.
+_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 # Of several that equal their extremum, how far off they may be when they are computed again; by bits of the type.
 _NEAR, _NEAR_SIXTEEN = 1e-5, 2.0**-7
 
 
-def by_position(joint: GraphModule, names: frozenset[str]) -> None:
+def by_position(joint: GraphModule, names: frozenset[str], limit: int) -> frozenset[str]:
     """Before: `x == x.amax(d)`. After: `arange == x.argmax(d)`; where several are equal, x is compared, with some room.
 
     Args:
       joint: an ATen graph of both passes, every result in `meta["val"]`; it is changed.
       names: of comparisons whose `x` the backward pass computes again.
+      limit: how many elements an `x` has at most that is kept where there is no one position.
 
-    Raises: Unsupported for an extremum over several dimensions, or of something else than what it is compared with.
+    Returns: names of what is to be kept, and PyTorch's, for it is compared with its extremum over several dimensions,
+    or with that of something else.
+
+    Raises: Unsupported where that is larger.
     """
     made: dict[tuple[Node, str, int], tuple[Node, Node, Node]] = {}
+    kept: set[str] = set()
     for test in [n for n in joint.graph.nodes if n.name in names]:
-        x, top, kind, d = _compared(test)
+        compared = _compared(test)
+        if compared is None:
+            kept |= _sides(test, limit)
+            continue
+        x, top, kind, d = compared
         with joint.graph.inserting_before(test):
             if (x, kind, d) not in made:
                 made[x, kind, d] = _positions(joint, test, x, top, kind, d)
@@ -59,10 +70,21 @@ def by_position(joint: GraphModule, names: frozenset[str]) -> None:
                 user.replace_input_with(test, there)
     joint.graph.eliminate_dead_code()
     joint.recompile()
+    return frozenset(kept)
 
 
-def _compared(test: Node) -> tuple[Node, Node, str, int]:
-    """What is compared, with which extremum of it, whether that is its max or min, over which dimension."""
+def _sides(test: Node, limit: int) -> set[str]:
+    """Names of what is compared, and of the extremum among it; raises Unsupported where one has more elements."""
+    sides = [_through(n, _SAME_ROWS) for n in test.args if isinstance(n, Node)]
+    if any(n.meta["val"].numel() > limit for n in sides if isinstance(n.meta["val"], torch.Tensor)):
+        why = "the gradient goes to what equals the maximum of several dimensions, or of something else (detach it)"
+        raise Unsupported("a maximum that needs a gradient", why)
+    return {n.name for n in sides if n.op != "placeholder" and n.target not in _PRODUCTS}
+
+
+def _compared(test: Node) -> tuple[Node, Node, str, int] | None:
+    """What is compared, with which extremum of it, whether that is its max or min, over which dimension; None if it is
+    none of that kind."""
     kind = {**_EQUAL, **_OTHER}.get(test.target)
     sides = [n for n in test.args if isinstance(n, Node)]
     for x, top in (sides, sides[::-1]) if len(sides) == 2 and kind is not None else ():
@@ -79,8 +101,7 @@ def _compared(test: Node) -> tuple[Node, Node, str, int]:
                 # Without its dimension the maximum of a row may stand for that of another.
                 if list(top.meta["val"].shape) in ([*shape[:d], 1, *shape[d + 1 :]], shape):
                     return source, top, own, d
-    why = "the gradient goes to what equals the maximum of several dimensions, or of something else (detach it)"
-    raise Unsupported("a maximum that needs a gradient", why)
+    return None
 
 
 def _through(node: Node, targets: tuple[Any, ...]) -> Node:

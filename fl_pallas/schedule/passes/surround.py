@@ -114,14 +114,21 @@ def _is_layer(program: Program, v: Value, readers: list[Value]) -> bool:
 
 def _is_of_small_sets(program: Program, v: Value) -> bool:
     """Whether `v` counts, over a short axis, what is asked element by element of integers that are few (tags that two
-    tokens share)."""
+    tokens share), or is the largest of such (coordinates' distances)."""
     assert v.expr is not None
-    if is_float(v.dtype) or math.prod(r.axis.extent for r in reductions(v.expr)) > MAX_COUNTED:
+    found = reductions(v.expr)
+    if math.prod(r.axis.extent for r in found) > MAX_COUNTED:
         return False
-    asked = [program.by_name[r] for r in v.reads]
-    if any(u.expr is None or reductions(u.expr) or is_float(u.dtype) or len(program.users[u.name]) > 1 for u in asked):
+    if is_float(v.dtype) and not all(r.kind in ("max", "min") for r in found):
         return False
-    given = {r for u in asked for r in u.reads}
+    given, stack = set[str](), [*v.reads]
+    while stack:
+        u = program.by_name[stack.pop()]
+        made = u.expr is not None and not reductions(u.expr) and len(program.users[u.name]) == 1
+        if made and u.numel >= v.numel and (is_float(v.dtype) or not is_float(u.dtype)):
+            stack += u.reads
+        else:
+            given.add(u.name)
     return v.numel > sum(program.by_name[r].numel for r in given)
 
 
