@@ -12,7 +12,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from .errors import SourceLoc
-from .schedule.cost import Cost, plan_cost, unfused_cost
+from .schedule.cost import Cost, fused_costs, unfused_cost
 from .schedule.pipeline import Schedule
 from .schedule.plan import KernelPlan
 from .schedule.text import plan_text
@@ -111,11 +111,10 @@ def _graph_tree(n: int, g: Graph) -> Tree:
     title = f"graph {n}, {g.name}" if g.name else f"graph {n}"
     tree = Tree(f"{title}: {len(g.kernels)} fused kernel{'s' * (len(g.kernels) != 1)}")
     if g.schedule is not None:
-        for region, plans in zip(g.schedule.regions, g.schedule.kernels, strict=True):
+        costs = fused_costs(g.schedule)
+        for region, plans, cost in zip(g.schedule.regions, g.schedule.kernels, costs, strict=True):
             branch = tree.add(f"region {', '.join(region.members)} -> {', '.join(region.outputs)}")
-            cost = Cost(0, 0)
             for plan in plans:
-                cost = cost + plan_cost(plan, g.schedule.program)
                 branch.add(Text(plan_text(plan)))
             branch.add(_costs(cost, unfused_cost(g.schedule.program, region)))
     if g.left:

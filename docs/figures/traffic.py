@@ -15,7 +15,7 @@ import matplotlib  # noqa: E402
 import torch  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-from fl_pallas.schedule.cost import Cost, plan_cost, unfused_cost  # noqa: E402
+from fl_pallas.schedule.cost import Cost, fused_costs, unfused_cost  # noqa: E402
 from tests.plan_evaluate import captured  # noqa: E402
 from tests.programs import BY_NAME, Case  # noqa: E402
 
@@ -30,9 +30,8 @@ BLUE, GREY = "#2a6f97", "#b8bec4"
 def costs(case: Case) -> tuple[Cost, Cost]:
     """Of all regions of a program: fused, and each of their operations by itself."""
     made = captured(case.target(torch.bfloat16, "cpu"), case.make_inputs(LENGTH, torch.bfloat16, "cpu")).made
-    plans = [plan for plans in made.kernels for plan in plans]
     return (
-        sum((plan_cost(plan, made.program) for plan in plans), Cost(0, 0)),
+        sum(fused_costs(made), Cost(0, 0)),
         sum((unfused_cost(made.program, region) for region in made.regions), Cost(0, 0)),
     )
 

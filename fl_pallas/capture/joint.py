@@ -20,7 +20,7 @@ from ..errors import Unsupported
 from ..schedule.build import substitute
 from ..schedule.expr import Expr, load, loads
 from ..schedule.passes.joins import given_or_returned
-from ..schedule.passes.keep import Kept
+from ..schedule.passes.keep import Compared, Kept
 from ..schedule.program import Program, Value, left_to_pytorch
 from .aten import Opener
 from .copies import read_copy
@@ -35,9 +35,9 @@ aten = torch.ops.aten
 Compiler = Callable[[GraphModule, Sequence[Any], "Known"], Callable[..., Any]]
 # (joint Program, results of its forward, of its backward) -> names of what is zero whatever the numbers are.
 Vanishing = Callable[[Program, tuple[str, ...], tuple[str, ...]], frozenset[str]]
-# The same, and names of values that nothing reads unless they are kept -> what is kept, or names of comparisons with an
-# extremum that needs a gradient.
-Keep = Callable[[Program, tuple[str, ...], tuple[str, ...], tuple[str, ...]], Kept | frozenset[str]]
+# The same, and names of values that nothing reads unless they are kept -> what is kept, or comparisons with an extremum
+# that needs a gradient.
+Keep = Callable[[Program, tuple[str, ...], tuple[str, ...], tuple[str, ...]], Kept | Compared]
 
 # Row statistics are nodes of their own, which a backward pass can be handed.
 _STATISTICS = get_decompositions((aten._softmax, aten._log_softmax, aten._safe_softmax, aten.logsumexp))
@@ -171,9 +171,9 @@ def differentiable(
                 program = read(offered)
             asked = frozenset[str]()
             while not isinstance(kept := keep(program, *_results(joint, num_fwd_outputs, program), offered), Kept):
-                if kept <= asked:
+                if kept.names <= asked:
                     raise Unsupported("a maximum that needs a gradient", "the gradient goes to what equals it")
-                asked |= kept
+                asked |= kept.names
                 results, _ = _results(joint, num_fwd_outputs, program)
                 left |= by_position(joint, kept, given_or_returned(replace(program, outputs=results)))
                 offered = offer_terms(joint)

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from ..errors import Unsupported
+from ..schedule.passes.keep import Compared
 from .tensor import normal_dims
 
 aten = torch.ops.aten
@@ -35,27 +36,33 @@ _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm
 _NEAR, _NEAR_SIXTEEN = 1e-5, 2.0**-7
 
 
-def by_position(joint: GraphModule, names: frozenset[str], limit: int) -> frozenset[str]:
+def by_position(joint: GraphModule, compared: Compared, limit: int) -> frozenset[str]:
     """Before: `x == x.amax(d)`. After: `arange == x.argmax(d)`; where several are equal, x is compared, with some room.
 
     Args:
       joint: an ATen graph of both passes, every result in `meta["val"]`; it is changed.
-      names: of comparisons whose `x` the backward pass computes again.
-      limit: how many elements an `x` has at most that is kept where there is no one position.
+      compared: whose `x` the backward pass computes again.
+      limit: how many elements an `x` has at most that is kept instead.
 
-    Returns: names of what is to be kept, and PyTorch's, for it is compared with its extremum over several dimensions,
-    or with that of something else.
+    Returns: names of what is to be kept, and PyTorch's: of linear size; or compared with its extremum over several
+    dimensions, or with that of something else.
 
-    Raises: Unsupported where that is larger.
+    Raises: Unsupported where the latter is larger.
     """
     made: dict[tuple[Node, str, int], tuple[Node, Node, Node]] = {}
     kept: set[str] = set()
-    for test in [n for n in joint.graph.nodes if n.name in names]:
-        compared = _compared(test)
-        if compared is None:
-            kept |= _sides(test, limit)
+    for test in [n for n in joint.graph.nodes if n.name in compared.names]:
+        sides = [_through(n, _SAME_ROWS) for n in test.args if isinstance(n, Node)]
+        small = all(n.meta["val"].numel() <= limit for n in sides)
+        found = None if small and test.name in compared.linear else _compared(test)
+        if found is None:
+            if not small:
+                of = "of several dimensions, or of something else (detach it)"
+                why = f"the gradient goes to what equals the maximum {of}"
+                raise Unsupported("a maximum that needs a gradient", why)
+            kept |= {n.name for n in sides if n.op != "placeholder" and n.target not in _PRODUCTS}
             continue
-        x, top, kind, d = compared
+        x, top, kind, d = found
         with joint.graph.inserting_before(test):
             if (x, kind, d) not in made:
                 made[x, kind, d] = _positions(joint, test, x, top, kind, d)
@@ -71,15 +78,6 @@ def by_position(joint: GraphModule, names: frozenset[str], limit: int) -> frozen
     joint.graph.eliminate_dead_code()
     joint.recompile()
     return frozenset(kept)
-
-
-def _sides(test: Node, limit: int) -> set[str]:
-    """Names of what is compared, and of the extremum among it; raises Unsupported where one has more elements."""
-    sides = [_through(n, _SAME_ROWS) for n in test.args if isinstance(n, Node)]
-    if any(n.meta["val"].numel() > limit for n in sides if isinstance(n.meta["val"], torch.Tensor)):
-        why = "the gradient goes to what equals the maximum of several dimensions, or of something else (detach it)"
-        raise Unsupported("a maximum that needs a gradient", why)
-    return {n.name for n in sides if n.op != "placeholder" and n.target not in _PRODUCTS}
 
 
 def _compared(test: Node) -> tuple[Node, Node, str, int] | None:

@@ -59,7 +59,7 @@ def apply(target: Any, val: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if out is None:
         return None
     packet = getattr(target, "overloadpacket", None)
-    rule = RULES.get(target) or RULES.get(packet)
+    rule = RULES.get(target) or RULES.get(packet) or RULES.get(_of_prim(target))
     if rule is None:
         return _decomposed(target, packet, out, args, kwargs)
     made = rule(out, *args, **kwargs)
@@ -68,6 +68,14 @@ def apply(target: Any, val: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return tuple(
         None if at is None or spec is None else Tensor(spec.shape, spec.dtype, at) for spec, at in zip(out, made)
     )
+
+
+def _of_prim(target: Any) -> Any:
+    """The operation of ATen's that does what one of "prims" does, of which some decompositions are made."""
+    if getattr(target, "namespace", "") != "prims" or target._opname == "div":  # integers' is another
+        return None
+    packet = getattr(aten, target._opname, None)
+    return packet if packet in RULES else getattr(packet, "default", None)
 
 
 def _decomposed(target: Any, packet: Any, out: Specs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Result:

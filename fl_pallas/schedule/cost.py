@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .dtype import itemsize
 from .expr import Axis, Expr, Op, Reduce, free_axes, loads, walk
 from .passes.grow_regions import Region
+from .pipeline import Schedule
 from .plan import Accumulator, KernelPlan
-from .program import Program
+from .program import Program, Value
 
 
 @dataclass(frozen=True)
@@ -24,22 +26,33 @@ class Cost:
         return Cost(self.flops + other.flops, self.bytes + other.bytes, max(self.largest, other.largest))
 
 
-def plan_cost(plan: KernelPlan, program: Program) -> Cost:
-    """Each operand read once, each output written once; every distinct node of the expressions evaluated
-    once per index of its axes. Skipped tiles are not accounted for."""
-    nodes: set[Expr] = set()
-    contracted = 0
-    for loop in plan.loops:
-        for step in loop.steps:
-            if isinstance(step, Accumulator):
-                nodes.update(walk(step.update))
-                contracted += _volume(free_axes(step.update))
-    nodes.update(n for s in plan.stores for n in walk(s.expr))
-    flops = contracted + sum(_node_flops(n) for n in nodes)
-    sources = {n.source for n in nodes for n in loads(n) if n.source in program.by_name}
-    read = sum(_bytes(program, s) for s in sources)
-    written = sum(math.prod(a.extent for a in s.axes) * itemsize(s.dtype) for s in plan.stores)
-    return Cost(flops, read + written)
+def fused_costs(schedule: Schedule) -> list[Cost]:
+    """Of the kernels of each region: each reads every operand once, and writes what it stores once; every distinct node
+    of their expressions is evaluated once per index of its axes. Skipped tiles are not accounted for."""
+    every = (s for plans in schedule.kernels for plan in plans for s in plan.stores)
+    sizes = {v.name: _bytes(v) for v in (*schedule.program.facts, *schedule.program.values)}
+    sizes |= {s.name: math.prod(s.shape) * itemsize(s.dtype) for s in every}
+    return [_fused(plans, region, sizes) for region, plans in zip(schedule.regions, schedule.kernels, strict=True)]
+
+
+def _fused(plans: Sequence[KernelPlan], region: Region, sizes: Mapping[str, int]) -> Cost:
+    """The cost of a region's kernels; `sizes` of all that is loaded and stored, bytes."""
+    between = (sizes[s.name] for plan in plans for s in plan.stores if s.name not in region.outputs)
+    total = Cost(0, 0, max(between, default=0))
+    for plan in plans:
+        nodes: set[Expr] = set()
+        contracted = 0
+        for loop in plan.loops:
+            for step in loop.steps:
+                if isinstance(step, Accumulator):
+                    nodes.update(walk(step.update))
+                    contracted += _volume(free_axes(step.update))
+        nodes.update(n for s in plan.stores for n in walk(s.expr))
+        sources = {n.source for e in nodes for n in loads(e)}
+        read = sum(sizes[s] for s in sources)
+        written = sum(sizes[s.name] for s in plan.stores)
+        total = total + Cost(contracted + sum(_node_flops(n) for n in nodes), read + written)
+    return total
 
 
 def unfused_cost(program: Program, region: Region) -> Cost:
@@ -48,8 +61,8 @@ def unfused_cost(program: Program, region: Region) -> Cost:
     for name in region.members:
         v = program.by_name[name]
         assert v.expr is not None
-        moved = _bytes(program, name) + sum(_bytes(program, r) for r in v.reads)
-        total = total + Cost(sum(_node_flops(n) for n in walk(v.expr)), moved, _bytes(program, name))
+        moved = _bytes(v) + sum(_bytes(program.by_name[r]) for r in v.reads)
+        total = total + Cost(sum(_node_flops(n) for n in walk(v.expr)), moved, _bytes(v))
     return total
 
 
@@ -65,6 +78,5 @@ def _volume(axes: frozenset[Axis]) -> int:
     return math.prod(a.extent for a in axes)
 
 
-def _bytes(program: Program, name: str) -> int:
-    v = program.by_name[name]
+def _bytes(v: Value) -> int:
     return v.numel * itemsize(v.dtype)

@@ -156,8 +156,8 @@ def _sharing(outputs: tuple[Output, ...]) -> list[list[Output]]:
 
 def _is_shared(o: Output, own: set[Reduce], found: set[Reduce], rows: tuple[Axis, ...]) -> bool:
     """Whether an output's reductions are a kernel's too: enough of them, if it has axes that the kernel's rows have not
-    (a matrix of all pairs is no row with features for having a norm of each row in it); or they count by labels that the
-    kernel has."""
+    (a matrix of all pairs is no row with features for having a norm of each row in it); or they count by labels that
+    the kernel has."""
     asked = labels(o.expr)
     if asked and {*o.axes} <= {*rows} and {*asked} <= {n for r in found for n in loads(r)}:
         return True

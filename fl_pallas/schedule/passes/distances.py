@@ -1,7 +1,7 @@
-"""Distances: what is read of a table at a place that a distance decides by costly steps is stored once for each distance.
+"""Distances: what is read of a table at a place that a distance decides, by costly steps, is stored once for each.
 
-Before: t[bucket(log(i - j)), h] for each query and key, as T5 has it. After: a kernel stores x(h, l) = t[bucket(log(l)), h]
-for each distance l, and scores load x(h, i - j).
+Before: t[bucket(log(i - j)), h] for each query and key, as T5 has it. After: a kernel stores, for each distance l,
+x(h, l) = t[bucket(log(l)), h], and scores load x(h, i - j).
 """
 
 from __future__ import annotations

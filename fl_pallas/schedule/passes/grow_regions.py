@@ -40,6 +40,9 @@ RETURNED = (
 )
 
 
+# What PyTorch makes by an operation that kernels know nothing of, and is so many times as large as all that is given,
+# is of pairs (distances of all points).
+BLOWN_UP = 4
 # What is less than so many times as large as all that is given and returned may be that, padded to whole blocks.
 ROUNDED_UP = 2
 
@@ -196,6 +199,8 @@ def _left_large(program: Program, regions: list[Region]) -> Iterator[Rejected]:
             yield Rejected(v, reader, why, v.numel * itemsize(v.dtype), fused=True)
         elif region is None and is_outer(v) and not _is_stacked(v):
             yield Rejected(v, v, "it is no part of what a kernel computes", v.numel * itemsize(v.dtype))
+        elif v.expr is None and v.reads and v.numel > BLOWN_UP * limit:
+            yield Rejected(v, v, v.why or "no rule says what it computes", v.numel * itemsize(v.dtype))
 
 
 def _is_stacked(v: Value) -> bool:

@@ -39,9 +39,22 @@ class Kept:
     copies: tuple[tuple[Value, ...], ...] = ()
 
 
+@dataclass(frozen=True)
+class Compared:
+    """Comparisons with an extremum that a gradient goes by, of what kernels would compute again.
+
+    Attributes:
+      names: of these.
+      linear: those of them whose extremum is of nothing that has both sides of a join.
+    """
+
+    names: frozenset[str]
+    linear: frozenset[str]
+
+
 def keep(
     joint: Program, forward: tuple[str, ...], backward: tuple[str, ...], offered: tuple[str, ...] = ()
-) -> Kept | frozenset[str]:
+) -> Kept | Compared:
     """What the backward pass of a joint Program reads from memory; all else of the forward pass it computes again.
 
     Args:
@@ -49,8 +62,8 @@ def keep(
       forward, backward: names of the results of either.
       offered: names of sums that the forward pass can make besides, for the backward pass alone.
 
-    Returns: that; or, where a gradient goes to the scores that equal their maximum, the names of those comparisons:
-    scores that are computed again may not equal it.
+    Returns: that; or, where a gradient goes to the scores that equal their maximum, those comparisons: scores that are
+    computed again may not equal it.
 
     Raises: Unsupported where there are more such maxima than all that is given or returned has elements.
     """
@@ -62,7 +75,7 @@ def keep(
     whole = resolve_views(replace(joint, outputs=(*forward, *backward, *offered)), rounded=rounded)
     # Positions, and how many there are of something: computed again, they might be others.
     positions = tuple(v.name for v in whole.values if v.name not in later and _is_found(whole, v))
-    cheap, statistics, fused = _kept(replace(joint, outputs=(*forward, *positions, *offered)))
+    cheap, statistics, fused, large = _kept(replace(joint, outputs=(*forward, *positions, *offered)))
     saved: set[str] = set()
     stack = [root_of(whole, name) for name in backward]
     seen: set[str] = set()
@@ -85,7 +98,8 @@ def keep(
             why = "the gradient goes to what equals the maximum, and there are as many maxima as scores (detach them)"
             raise Unsupported("a maximum that needs a gradient", why, v.where)
     if extrema:
-        return frozenset(extrema)
+        of_large = {name for name, tops in extrema.items() for top in tops if large & _roots(whole, top)}
+        return Compared(frozenset(extrema), frozenset(extrema.keys() - of_large))
     saved |= _rounded_again(whole, backward, saved, fused - later)
     # A result may be known in the dimensions in which the user sees it, and in those of the product that made it. Where
     # both are the same memory the result is kept: PyTorch then knows that it must not be written to.
@@ -108,9 +122,9 @@ def keep(
     return Kept(names, exact, facts, tuple(chains.values()))
 
 
-def _kept(viewed: Program) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+def _kept(viewed: Program) -> tuple[frozenset[str], frozenset[str], frozenset[str], frozenset[str]]:
     """Names of the values of a forward Program, with its views, that may be kept, of those among them that are
-    statistics of a row, and of all that kernels compute.
+    statistics of a row, of all that kernels compute, and of what of it is large.
 
     What PyTorch computes may, as PyTorch itself would. Of what kernels compute, their results may, and reductions that
     have lost a side of the blow-up (the statistics); the rest is a blow-up, or cheap.
@@ -133,7 +147,8 @@ def _kept(viewed: Program) -> tuple[frozenset[str], frozenset[str], frozenset[st
                 statistics.add(v.name)
             else:
                 found.discard(v.name)
-    return frozenset(found), frozenset(statistics), frozenset(fused)
+    large = frozenset[str]().union(*(region.large for region in growth.regions))
+    return frozenset(found), frozenset(statistics), frozenset(fused), large
 
 
 def inner(program: Program) -> frozenset[str]:
@@ -178,9 +193,12 @@ def _extrema(program: Program, v: Value, saved: set[str]) -> set[str]:
 
 def _reduces(program: Program, extremum: str, others: set[str]) -> bool:
     """Whether an extremum is of one of these as it is: by how much others are less, a bit more or less is no matter."""
-    return not {root_of(program, r) for r in program.by_name[extremum].reads}.isdisjoint(
-        root_of(program, name) for name in others
-    )
+    return not _roots(program, extremum).isdisjoint(root_of(program, name) for name in others)
+
+
+def _roots(program: Program, name: str) -> set[str]:
+    """What a value reads, no views."""
+    return {root_of(program, r) for r in program.by_name[name].reads}
 
 
 def _is_asked_of_elements(program: Program, v: Value, extremum: str, others: set[str]) -> bool:
