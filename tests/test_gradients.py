@@ -381,13 +381,27 @@ def mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     ) @ v
 
 
+def test_a_bias_of_few_heads_is_mixed_in_the_kernel(device: torch.device) -> None:
+    """It is larger than all that is given."""
+    inputs = [torch.randn(1, 2, 200, 16, device=device) for _ in range(3)]
+    check(mixed, inputs, fl.compile(mixed, fallback="error")(*inputs))
+    assert fl.explain(mixed, *inputs).kernel_count == 1
+
+
+def by_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Weights of keys, times those of their blocks of ten."""
+    s = q @ k.mT / 4
+    blocks = s.unflatten(-1, (-1, 10)).logsumexp(-1).softmax(-1)
+    return (s.softmax(-1) * blocks.repeat_interleave(10, -1)) @ v
+
+
 @pytest.mark.usefixtures("unwarned")
 def test_what_a_kernel_stores_for_another_is_told(device: torch.device) -> None:
-    """The bias of all heads, larger than all that is given."""
-    n = 200
-    q, k, v = (torch.randn(1, 2, n, 16, device=device) for _ in range(3))
-    with pytest.warns(fl.FallbackWarning, match=f"{2 * n * n * 4 / 1024:.1f} KiB"):
-        fl.compile(mixed)(q, k, v)
+    """The gradient of the scores, larger than all that is given."""
+    n = 70
+    q, k, v = (torch.randn(2, 2, n, 16, device=device, requires_grad=True) for _ in range(3))
+    with pytest.warns(fl.FallbackWarning, match=f"{2 * 2 * n * n * 4 / 1024:.1f} KiB"):
+        fl.compile(by_blocks)(q, k, v).sum().backward()
 
 
 def residual(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

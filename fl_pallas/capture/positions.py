@@ -30,8 +30,6 @@ _SAME_ROWS = (
     *_SAME_ELEMENTS, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.view.default,
     aten._unsafe_view.default, aten.expand.default, operator.getitem,
 )  # fmt: skip
-# Of which kernels store the results that are compared.
-_PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 # Of several that equal their extremum, how far off they may be when they are computed again; by bits of the type.
 _NEAR, _NEAR_SIXTEEN = 1e-5, 2.0**-7
 
@@ -60,7 +58,10 @@ def by_position(joint: GraphModule, compared: Compared, limit: int) -> frozenset
                 of = "of several dimensions, or of something else (detach it)"
                 why = f"the gradient goes to what equals the maximum {of}"
                 raise Unsupported("a maximum that needs a gradient", why)
-            kept |= {n.name for n in sides if n.op != "placeholder" and n.target not in _PRODUCTS}
+            top, *others = sorted(sides, key=lambda n: n.meta["val"].numel())
+            # What kernels reduce to it, they store.
+            own = [n for n in others if n.op != "placeholder" and n.name not in compared.reduced]
+            kept |= {n.name for n in (top, *own)}
             continue
         x, top, kind, d = found
         with joint.graph.inserting_before(test):

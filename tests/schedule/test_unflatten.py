@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import fl_pallas as fl
 from fl_pallas.schedule import pipeline
@@ -13,6 +14,7 @@ from fl_pallas.schedule.expr import Axis, Expr, const, index, load, reductions
 from fl_pallas.schedule.passes.fuse import Fused, Output
 from fl_pallas.schedule.passes.unflatten import unflatten
 from fl_pallas.schedule.text import expr_text, plan_text
+from tests.oracle import check_gradients
 from tests.plan_evaluate import TileEvaluator
 from tests.programs import BY_NAME
 from tests.terms import i64, is_, n
@@ -135,3 +137,19 @@ def test_a_batch_folded_into_rows_is_parted(names: tuple[str, ...], device: torc
     assert not any("%" in line for plan in graph.kernels for line in plan_text(plan).split("\n") if "sum(" in line)
     lengths = [len(plan.loops) for plan in graph.kernels if plan.loops]
     assert lengths == [1] * 3, "queries, keys, positions"
+
+
+def shifted_alone(q: Tensor, v: Tensor, r: Tensor) -> Tensor:
+    """Positions without content: q, v [s,b,h,d], r [2s,h,d]."""
+    position = torch.einsum("ibnd,pnd->bnip", q, r)
+    b, n, i, p = position.shape
+    position = position.reshape(b, n, p, i)[:, :, 1:].reshape(b, n, i, p - 1)[..., : len(v)]
+    return torch.einsum("bnij,jbnd->ibnd", (position / 4).softmax(-1), v)
+
+
+def test_positions_without_content(device: torch.device) -> None:
+    """A sheared product inside of a reduction that is no loop of the kernel."""
+    generator = torch.Generator().manual_seed(0)
+    q, v = (torch.randn(70, 2, 3, 16, generator=generator).to(device) for _ in range(2))
+    r = torch.randn(140, 3, 16, generator=generator).to(device)
+    check_gradients(shifted_alone, fl.compile(shifted_alone), [q, v, r])

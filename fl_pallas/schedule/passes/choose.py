@@ -457,10 +457,11 @@ def _largest(e: Expr, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int:
     of = _tiles_of(e, tiled)
     tiles = {**tiles, **dict.fromkeys(of.sequential, 1)}
     sizes = [_size(axes, tiles) for axes in of.over]
-    sizes += [tiles[s.kept] * s.width(tiles[s.kept], tiles[s.gone]) for s in of.sheared]
+    sides = ([tiles.get(a, covering_tile(a)) for a in (s.kept, s.gone)] for s in of.sheared)
+    sizes += [kept * s.width(kept, gone) for s, (kept, gone) in zip(of.sheared, sides, strict=True)]
     if of.shifted is not None:
         # In its place, and in 16 bits.
-        kept, gone = tiles[of.shifted.kept], tiles[of.shifted.gone]
+        kept, gone = (tiles.get(a, covering_tile(a)) for a in (of.shifted.kept, of.shifted.gone))
         sizes.append(kept * of.shifted.width(kept, gone) // 2)
     return max(sizes, default=0)
 

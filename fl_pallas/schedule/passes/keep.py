@@ -46,10 +46,12 @@ class Compared:
     Attributes:
       names: of these.
       linear: those of them whose extremum is of nothing that has both sides of a join.
+      reduced: names of the values that kernels reduce something to.
     """
 
     names: frozenset[str]
     linear: frozenset[str]
+    reduced: frozenset[str]
 
 
 def keep(
@@ -99,7 +101,8 @@ def keep(
             raise Unsupported("a maximum that needs a gradient", why, v.where)
     if extrema:
         of_large = {name for name, tops in extrema.items() for top in tops if large & _roots(whole, top)}
-        return Compared(frozenset(extrema), frozenset(extrema.keys() - of_large))
+        reduced = frozenset(v.name for v in whole.values if v.name in fused and v.expr and reductions(v.expr))
+        return Compared(frozenset(extrema), frozenset(extrema.keys() - of_large), reduced)
     saved |= _rounded_again(whole, backward, saved, fused - later)
     # A result may be known in the dimensions in which the user sees it, and in those of the product that made it. Where
     # both are the same memory the result is kept: PyTorch then knows that it must not be written to.

@@ -168,7 +168,8 @@ def _reduced(plan: KernelPlan, r: Reduce, is_product: bool) -> float:
 def _wider(plan: KernelPlan, s: Sheared) -> float:
     """A window's positions for each index that a tile has of the axis in place of which it stands."""
     tiles = dict(plan.choices.tiles)
-    return s.width(tiles[s.kept], tiles[s.gone]) / tiles[s.gone]
+    kept, gone = (tiles.get(a, covering_tile(a)) for a in (s.kept, s.gone))
+    return s.width(kept, gone) / gone
 
 
 def _bodies(plan: KernelPlan) -> list[tuple[list[Expr], Axis | None]]:
