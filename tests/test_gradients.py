@@ -226,6 +226,11 @@ def largest_of_the_result(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ((q @ k.mT / 4).softmax(-1) @ v * q.sigmoid() * 0.3).amax((-2, -1))
 
 
+def largest_features_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What equals the values of `max`, which has positions besides."""
+    return ((q * (q == q.max(-1, keepdim=True).values)) @ k.mT).softmax(-1) @ v
+
+
 def keys_to_their_range(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     least, most = k.aminmax(dim=-1, keepdim=True)
     return (q @ ((k - least) / (most - least)).mT).softmax(-1) @ v
@@ -244,11 +249,12 @@ def scores_to_their_range(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scaled_by_the_largest,
         scaled_by_the_largest_gated,
         largest_of_the_result,
+        largest_features_alone,
         keys_to_their_range,
         scores_to_their_range,
     ],
 )
-def test_a_maximum_of_several_dimensions_leaves_the_rest_fused(
+def test_a_maximum_of_linear_size_leaves_the_rest_fused(
     fn: Callable[..., Tensor], dtype: torch.dtype, device: torch.device
 ) -> None:
     """What it is of is no larger than the inputs: it is PyTorch's, and kept with its maximum."""

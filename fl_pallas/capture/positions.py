@@ -50,7 +50,7 @@ def by_position(joint: GraphModule, compared: Compared, limit: int) -> frozenset
     made: dict[tuple[Node, str, int], tuple[Node, Node, Node]] = {}
     kept: set[str] = set()
     for test in [n for n in joint.graph.nodes if n.name in compared.names]:
-        sides = [_through(n, _SAME_ROWS) for n in test.args if isinstance(n, Node)]
+        sides = [_made(n) for n in test.args if isinstance(n, Node)]
         small = all(n.meta["val"].numel() <= limit for n in sides)
         found = None if small and test.name in compared.linear else _compared(test)
         if found is None:
@@ -79,6 +79,12 @@ def by_position(joint: GraphModule, compared: Compared, limit: int) -> frozenset
     joint.graph.eliminate_dead_code()
     joint.recompile()
     return frozenset(kept)
+
+
+def _made(node: Node) -> Node:
+    """What a tensor was before views of it."""
+    made = _through(node, _SAME_ROWS)
+    return made if isinstance(made.meta["val"], torch.Tensor) else node  # one of several results
 
 
 def _compared(test: Node) -> tuple[Node, Node, str, int] | None:
