@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
-from ..build import substitute
 from ..expr import Axis, Expr, Load, Op, children, free_axes, index, load, loads, walk
 from ..integer import from_linear
 from .by_distance import over_distances
 from .fuse import Fused, Output
-from .look_up import replaced
+from .look_up import replaced, tabled
 
 # Operations that take longer than a load.
 COSTLY = ("log", "log1p", "exp", "expm1", "sin", "cos", "tan", "atan", "pow", "sqrt", "div")
@@ -36,7 +36,7 @@ def look_up_distances(groups: tuple[Fused, ...], name: str) -> tuple[tuple[Fused
         # The distance of queries from keys, or of keys from queries: one table for all kernels.
         known = sorted((way for way in ways if way is not None), key=lambda way: way[0].expr not in stored)
         for out, place in known[:1]:
-            out = stored.setdefault(out.expr, Output(f"{name}{len(stored)}", out.axes, out.dtype, out.expr))
+            out = stored.setdefault(out.expr, replace(out, name=f"{name}{len(stored)}"))
             held[n] = load(out.name, place, out.dtype)
     return tuple(Fused((out,)) for out in stored.values()), replaced(groups, held)
 
@@ -49,11 +49,9 @@ def _looked_up(n: Load, i: Axis, j: Axis, elements: int) -> tuple[Output, tuple[
     made, along, sign, least = decided
     if elements < max(LEAST, SHARE * math.prod(a.extent for a in free_axes(made))):
         return None
-    order = (*sorted(free_axes(made) - {along}, key=lambda a: (a.extent, a.name)), along)
-    own = tuple(Axis(f"x{k}", a.extent) for k, a in enumerate(order))
-    expr = substitute(made, {a: index(b) for a, b in zip(order, own, strict=True)})
+    table, order = tabled(made, along, n.dtype)
     place = from_linear(({index(i): 1, index(j): sign}, -least), "i64")
-    return Output("", own, n.dtype, expr), (*map(index, order[:-1]), place)
+    return table, (*map(index, order[:-1]), place)
 
 
 def _costly(e: Expr) -> Iterator[tuple[Load, int]]:

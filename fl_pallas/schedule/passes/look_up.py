@@ -40,12 +40,19 @@ def look_up(
             continue
         position, axis = place
         made = substitute(r, {}, {position: index(axis)})
-        order = (*sorted(free_axes(made) - {axis}, key=lambda a: (a.extent, a.name)), axis)
-        own = tuple(Axis(f"x{k}", a.extent) for k, a in enumerate(order))
-        expr = substitute(made, {a: index(b) for a, b in zip(order, own, strict=True)})
-        out = stored.setdefault(expr, Output(f"{name}{len(stored)}", own, compute, expr))
+        table, order = tabled(made, axis, compute)
+        out = stored.setdefault(table.expr, replace(table, name=f"{name}{len(stored)}"))
         held[r] = load(out.name, (*map(index, order[:-1]), position), compute)
     return tuple(Fused((out,)) for out in stored.values()), replaced(groups, held)
+
+
+def tabled(made: Expr, axis: Axis, dtype: str) -> tuple[Output, tuple[Axis, ...]]:
+    """What is stored of an expression, without a name yet; and the axes of `made` in the order of its own, `axis` the
+    last."""
+    order = (*sorted(free_axes(made) - {axis}, key=lambda a: (a.extent, a.name)), axis)
+    own = tuple(Axis(f"x{k}", a.extent) for k, a in enumerate(order))
+    expr = substitute(made, {a: index(b) for a, b in zip(order, own, strict=True)})
+    return Output("", own, dtype, expr), order
 
 
 def replaced(groups: tuple[Fused, ...], held: Mapping[Expr, Expr]) -> tuple[Fused, ...]:
