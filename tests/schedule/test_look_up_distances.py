@@ -79,6 +79,7 @@ def test_one_table_serves_all_kernels(fn: Callable[..., Tensor], tables: int, de
     with unrun():
         graphs = fl.explain(fn, *given).graphs
     for graph in graphs:
+        assert not graph.fallbacks
         stores = [s for plan in graph.kernels for s in plan.stores if "_x" in s.name]
         assert [s.shape for s in stores] == [(3, 512 + 517 - 1)] * tables
         costly = [plan for plan in graph.kernels if plan.loops and "log(f32" in plan_text(plan)]
