@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.experimental.pallas import triton as plgpu
 from jaxlib.mlir import ir
 
-_GATHER, _EXTREME = "fl_pallas gather", "fl_pallas extreme "
+_GATHER, _EXTREME, _DIRECT = "fl_pallas gather", "fl_pallas extreme ", "fl_pallas direct"
 _EXTREMES = {"max": "arith.maximumf", "min": "arith.minimumf"}
 
 
@@ -32,18 +32,27 @@ def gather(x: Array, at: Array, axis: int, interpret: bool) -> Array:
     row = x.reshape(1, x.size)
     # Inline assembly wants operands of one shape: what comes of a reduction of `row` leads to it.
     led = jnp.broadcast_to(jnp.max(row, axis=1, keepdims=True), flat.shape)
-    return _named(_GATHER, led, flat, x.dtype).reshape(at.shape)
+    return _named(_GATHER, x.dtype, led, flat).reshape(at.shape)
 
 
 def extreme(kind: str, a: Array, b: Array) -> Array:
     """The larger ("max") or smaller ("min") of two float32 tiles, NaN where one of them is: one instruction on NVIDIA
     GPUs from sm_80 on."""
-    return _named(f"{_EXTREME}{kind}", a, b, a.dtype)
+    return _named(f"{_EXTREME}{kind}", a.dtype, a, b)
 
 
-def _named(name: str, a: Array, b: Array, dtype: Any) -> Array:
-    result = jax.ShapeDtypeStruct(b.shape, dtype)
-    (out,) = plgpu.elementwise_inline_asm(name, args=[a, b], constraints="", pack=1, result_shape_dtypes=[result])
+def direct(loaded: Array) -> Array:
+    """What was loaded, by threads for themselves: each brings the elements that it computes with.
+
+    Triton would bring them in another order, through shared memory, ahead of their use where they have 32 bits (a bias
+    by distance: four bytes at a time; 0.4 ms for 0.24 on an H200).
+    """
+    return _named(_DIRECT, loaded.dtype, loaded)
+
+
+def _named(name: str, dtype: Any, *args: Array) -> Array:
+    result = jax.ShapeDtypeStruct(args[-1].shape, dtype)
+    (out,) = plgpu.elementwise_inline_asm(name, args=args, constraints="", pack=1, result_shape_dtypes=[result])
     return out
 
 
@@ -60,6 +69,9 @@ def with_native(entry: list[Any]) -> None:
             op.erase()
         elif text == _GATHER:
             _gathered(op)
+        elif text == _DIRECT:
+            op.results[0].replace_all_uses_with(_directly(op.operands[0].owner))
+            op.erase()
 
 
 def _gathered(op: Any) -> None:
@@ -79,3 +91,41 @@ def _gathered(op: Any) -> None:
     for unused in dead:
         if not any(True for r in unused.results for _ in r.uses):
             unused.erase()
+
+
+def _directly(load: Any) -> Any:
+    """The value of a `tt.load` as inline assembly gives it, which Triton computes where its result is wanted.
+
+    Where the mask is false, the first element of the memory is read in place of another.
+    """
+    pointer, *masked = load.operands
+    mask, other = masked or (None, None)
+    (out,) = load.results
+    bits = out.type.element_type.width
+    whole = ir.RankedTensorType.get(out.type.shape, ir.IntegerType.get_signless(bits))
+    with ir.InsertionPoint(load):
+        if mask is not None:
+            base, offset = pointer.owner.operands
+            first = _op("arith.constant", offset.type, value=ir.DenseElementsAttr.get_splat(offset.type, _zero(offset)))
+            offset = _op("arith.select", offset.type, mask, offset, first)
+            pointer = _op("tt.addptr", pointer.type, base, offset)
+        loaded = _op(
+            "tt.elementwise_inline_asm",
+            whole,
+            pointer,
+            asm_string=ir.StringAttr.get(f"ld.global.nc.b{bits} $0, [$1];"),
+            constraints=ir.StringAttr.get(f"={'h' if bits == 16 else 'r'},l"),
+            pure=ir.BoolAttr.get(True),
+            packed_element=ir.IntegerAttr.get(ir.IntegerType.get_signless(32), 1),
+        )
+        if whole != out.type:
+            loaded = _op("tt.bitcast", out.type, loaded)
+        return loaded if mask is None else _op("arith.select", out.type, mask, loaded, other)
+
+
+def _zero(x: Any) -> Any:
+    return ir.IntegerAttr.get(x.type.element_type, 0)
+
+
+def _op(name: str, result: Any, *operands: Any, **attributes: Any) -> Any:
+    return ir.Operation.create(name, [result], [*operands], attributes=attributes).results[0]

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from ..errors import ScheduleError
 from ..schedule.build import op, select, substitute
-from ..schedule.dtype import is_float
+from ..schedule.dtype import is_float, itemsize
 from ..schedule.expr import (
     Axis,
     Const,
@@ -57,7 +57,7 @@ from ..schedule.inner import (
 from ..schedule.integer import bounds, from_linear, is_inside, linear
 from ..schedule.magnitude import magnitude
 from .blocks import Block, Blocks, block_load, block_shape, flattened
-from .native import extreme, gather
+from .native import direct, extreme, gather
 from .pointwise import POINTWISE
 from .turn import turned
 
@@ -388,10 +388,32 @@ class Evaluator:
             return Tile(block, axes)
         offset, inside = self.address(operand, e.index, axes)
         reference = operand.ref.at[offset]  # type: ignore[attr-defined]
-        if inside is None:
-            return Tile(plgpu.load(reference), axes)
-        zero = jnp.zeros((), JNP["u8" if operand.dtype == "bool" else operand.dtype])
-        return Tile(plgpu.load(reference, mask=inside, other=zero), axes)
+        zero = None if inside is None else jnp.zeros((), JNP["u8" if operand.dtype == "bool" else operand.dtype])
+        loaded = plgpu.load(reference, mask=inside, other=zero)
+        return Tile(direct(loaded) if self._is_scattered(operand, e.index) else loaded, axes)
+
+    def _is_scattered(self, operand: Operand, idx: tuple[Expr, ...]) -> bool:
+        """Whether elements of a tile have places of their own, of a table: no neighbours along an axis lie side by
+        side, but those that all diagonals share."""
+        if self.blocks is None or self.interpret or itemsize(operand.dtype) not in (2, 4):
+            return False
+        terms, _ = self._place(operand, idx)
+        wide = {t: frozenset(a for a in free_axes(t) if self.side(a) > 1) for t in terms}
+        beside = {*(wide[t] for t in terms if len(wide[t]) == 1 and abs(terms[t]) == 1)}
+        return len(beside) > 1 or not beside and any(len(own) > 1 for own in wide.values())
+
+    def _place(self, operand: Operand, idx: tuple[Expr, ...]) -> tuple[dict[Expr, int], int]:
+        """The linear form of a flat offset, but for axes of strides that are told at run time."""
+        terms: dict[Expr, int] = {}
+        constant = operand.offset
+        for i, stride in zip(idx, operand.strides, strict=True):
+            if not isinstance(stride, Size):
+                parts, c = linear(i)
+                constant += c * stride
+                for term, k in parts.items():
+                    terms[term] = terms.get(term, 0) + k * stride
+        # Rejoined, so that an axis cut by a view and put together by strides is seen to be contiguous.
+        return linear(from_linear(({t: k for t, k in terms.items() if k}, constant), "i64"))
 
     def _block(self, e: Load, axes: tuple[Axis, ...]) -> Array | None:
         """A tile of two dimensions that the copy engine brings; None where it cannot."""
@@ -429,9 +451,7 @@ class Evaluator:
         ends = zip(map(seen, operand.shape), map(seen, operand.strides), strict=True)
         kind = jnp.int64 if operand.offset + sum(max(0, (n - 1) * s) for n, s in ends) >= 2**31 else jnp.int32
         checks: list[Tile] = [m for a in axes if (m := self.within(a)) is not None]
-        terms: dict[Expr, int] = {}
         given: list[tuple[Tile, int | Array]] = []
-        constant = operand.offset
         for i, n, stride in zip(idx, operand.shape, operand.strides, strict=True):
             if not is_inside(i, n):
                 tile = self.eval(i)
@@ -441,13 +461,7 @@ class Evaluator:
                 checks.append(Tile(at_least(tile.array, low) & below(tile.array, high), tile.axes))
             if isinstance(stride, Size):
                 given.append((self.eval(i), self.number(stride)))
-                continue
-            parts, c = linear(i)
-            constant += c * stride
-            for term, k in parts.items():
-                terms[term] = terms.get(term, 0) + k * stride
-        # Rejoined, so that an axis cut by a view and put together by strides is seen to be contiguous.
-        terms, constant = linear(from_linear(({t: k for t, k in terms.items() if k}, constant), "i64"))
+        terms, constant = self._place(operand, idx)
         offset: Array = jnp.asarray(constant, kind)
         # Scalars first, so that a program's base address is computed once.
         tiles = [*given, *((self.eval(t), k) for t, k in terms.items())]

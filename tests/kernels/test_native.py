@@ -109,10 +109,41 @@ def test_maxima_are_one_instruction() -> None:
     assert "max.NaN.f32" in compile_ttir(simplified(made, 90), 90).asm["ptx"]
 
 
+def by_distance(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    i, j = torch.arange(q.shape[-2]), torch.arange(k.shape[-2])
+    return (q @ k.mT + table[:, i[:, None] - j + k.shape[-2]]).softmax(-1).to(v.dtype) @ v
+
+
+def by_bucket(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    i, j = torch.arange(q.shape[-2]), torch.arange(k.shape[-2])
+    return (q @ k.mT + table[:, (i[:, None] - j).abs().clamp(max=100)]).softmax(-1).to(v.dtype) @ v
+
+
+def by_pair(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """Neighbours in memory, in a table whose pairs have one number."""
+    i, j = torch.arange(q.shape[-2]), torch.arange(k.shape[-2])
+    return (q @ k.mT + table[:, i[:, None] * k.shape[-2] + j]).softmax(-1).to(v.dtype) @ v
+
+
+@pytest.mark.parametrize("length", [128, 187])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("fn, places", [(by_distance, 2), (by_bucket, 1), (by_pair, 0)])
+def test_threads_load_what_lies_scattered(fn: Callable, places: int, dtype: torch.dtype, length: int) -> None:
+    """Where the products' results lie, and not through shared memory; other tables as ever."""
+    q, k, v = (torch.randn(1, 2, length, 64, dtype=torch.bfloat16) for _ in range(3))
+    table = torch.randn(2, (length * places or length**2), dtype=dtype)
+    ((plan, lower),) = kernels_made(fn, [q, k, v, table])
+    made = lower(plan)
+    loads = [line for line in made.ttir.splitlines() if "ld.global.nc" in line]
+    assert bool(loads) == bool(places) and "fl_pallas" not in made.ttir
+    ttgir = compile_ttir(simplified(made, 90), 90).asm["ttgir"]
+    assert all("#mma" in line for line in ttgir.splitlines() if "ld.global.nc" in line)
+
+
 def test_without_what_only_triton_has() -> None:
     """The DLPack road leaves Pallas's Triton IR as it is."""
     q, k, v, r = *(torch.randn(1, 2, 64, 16) for _ in range(3)), torch.randn(128, 16)
-    for fn, inputs in ((max_plus, (q, k, v)), (by_queries, (q, k, v, r))):
+    for fn, inputs in ((max_plus, (q, k, v)), (by_queries, (q, k, v, r)), (by_distance, (q, k, v, r[:, :2].mT))):
         with unrun():
             (graph,) = fl.explain(fn, *inputs).graphs
         assert graph.schedule is not None

@@ -52,6 +52,21 @@ def two_distances(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
     return (q @ k.mT / 4 + table[far].permute(2, 0, 1)).softmax(-1) @ v
 
 
+def kerple(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+    """slopes [12,h], of which the first two count: a logarithm of a distance, of each head."""
+    i, j = (torch.arange(x.shape[-2], device=q.device) for x in (q, k))
+    scale, rate = (s.abs()[:, None, None] for s in slopes[:2])
+    return (q @ k.mT / 4 - scale * torch.log1p(rate * (i[:, None] - j).abs())).softmax(-1) @ v
+
+
+def waves(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+    """Two costly steps after each other, and one by themselves; a mask of one of them."""
+    i, j = (torch.arange(x.shape[-2], device=q.device) for x in (q, k))
+    near = torch.log1p((i[:, None] - j).abs().to(q.dtype))
+    turned = (slopes[0][:, None, None] * near).cos()
+    return ((q @ k.mT / 4 + turned) * near).masked_fill(near > 4, -math.inf).softmax(-1) @ v
+
+
 def inputs(length: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 3, n, 16, generator=generator) for n in (length, length + 5, length + 5))
@@ -65,13 +80,13 @@ def eager_to_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("fn", [causal, both_ways, by_sum, two_distances])
+@pytest.mark.parametrize("fn", [causal, both_ways, by_sum, two_distances, kerple, waves])
 @pytest.mark.usefixtures("eager_to_store")
 def test_gradients(fn: Callable[..., Tensor], dtype: torch.dtype, device: torch.device) -> None:
     check_gradients(fn, fl.compile(fn), inputs(75, dtype, device))
 
 
-@pytest.mark.parametrize("fn, tables", [(causal, 1), (both_ways, 1), (by_sum, 1), (two_distances, 0)])
+@pytest.mark.parametrize("fn, tables", [(causal, 1), (both_ways, 1), (by_sum, 1), (two_distances, 0), (kerple, 1)])
 @pytest.mark.usefixtures("eager_to_store")
 def test_one_table_serves_all_kernels(fn: Callable[..., Tensor], tables: int, device: torch.device) -> None:
     """Those of queries and of keys look from either side."""

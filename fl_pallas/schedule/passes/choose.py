@@ -309,7 +309,6 @@ def _fitting(
 ) -> list[Choices]:
     """The choices of rows, columns, warps and stages that may fit with these tiles of the other axes."""
     narrow = bytes_ > 2 or _is_intricate(loops)
-    scattered = any(_is_scattered(n, loop.axis, kinds) for loop in loops for n in _loads_of(loop))
     fitting, too_wide, tight = [], [], []
     for row, column, warps, stages in NARROW if narrow else SEVERAL if len(loops) > 1 else PREFERRED:
         tiles = dict(fixed)
@@ -319,7 +318,7 @@ def _fitting(
             tiles[kinds.column] = min(column, max(MIN_TILE, power_of_two(kinds.column.extent)))
         for loop in loops:
             tiles[loop.axis] = min(column, max(MIN_TILE, power_of_two(loop.axis.extent)))
-        choices = Choices(tuple(tiles.items()), warps, 1 if scattered else stages)
+        choices = Choices(tuple(tiles.items()), warps, stages)
         wanted = pressure(choices, kinds, loops, stores, bytes_, target)
         (fitting if wanted <= SLACK else too_wide).append(choices)
         if SLACK < wanted <= TIGHT and warps == 4:
@@ -327,17 +326,6 @@ def _fitting(
     if fitting and all(c.warps > 4 for c in fitting):
         fitting = [*tight[-1:], *fitting]
     return _busier(list(dict.fromkeys(fitting or too_wide[-1:])), {loop.axis for loop in loops}, target)
-
-
-def _loads_of(loop: Loop) -> list[Load]:
-    return [n for s in loop.steps if isinstance(s, Accumulator) for n in loads(s.update)]
-
-
-def _is_scattered(n: Load, axis: Axis, kinds: Roles) -> bool:
-    """Whether each element of a loop's tiles has a place of its own in a table of 32 bits: Triton would bring them to
-    shared memory ahead of their use, four bytes at a time (a bias by position: 0.4 ms for 0.24 on an H200)."""
-    wide = [free_axes(i).difference(kinds.batch) for i in n.index]
-    return itemsize(n.dtype) == 4 and any(axis in own and len(own) > 1 and own == set().union(*wide) for own in wide)
 
 
 def _is_intricate(loops: tuple[Loop, ...]) -> bool:

@@ -1,24 +1,25 @@
-"""Distances: what is read of a table at a place that a distance decides, by costly steps, is stored once for each.
+"""Distances: what a distance decides by costly steps is stored once for each.
 
-Before: t[bucket(log(i - j)), h] for each query and key, as T5 has it. After: a kernel stores, for each distance l,
-x(h, l) = t[bucket(log(l)), h], and scores load x(h, i - j).
+Before: t[bucket(log(i - j)), h] for each query and key, as T5 has it, or log(1 + a(h) * (i - j)), KERPLE's. After: a
+kernel stores, for each distance l, x(h, l) = t[bucket(log(l)), h], and scores load x(h, i - j).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
-from ..expr import Axis, Expr, Load, Op, children, free_axes, index, load, loads, walk
+from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, index, load, reductions, walk
+from ..inner import factors
 from ..integer import from_linear
 from .by_distance import over_distances
 from .fuse import Fused, Output
 from .look_up import replaced, tabled
 
-# Operations that take longer than a load.
-COSTLY = ("log", "log1p", "exp", "expm1", "sin", "cos", "tan", "atan", "pow", "sqrt", "div")
+# Operations that take longer than a load, and those besides by which a load's place is costly to find.
+COSTLY = ("log", "log2", "log1p", "expm1", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "pow", "tanh", "erf")
+COSTLY_PLACES = (*COSTLY, "exp", "sqrt", "div")
 # Elements for each that is stored, at least; and in all: a launch takes as long as so many logarithms.
 SHARE, LEAST = 8, 2**23
 
@@ -31,35 +32,58 @@ def look_up_distances(groups: tuple[Fused, ...], name: str) -> tuple[tuple[Fused
     """
     stored: dict[Expr, Output] = {}
     held: dict[Expr, Expr] = {}
-    for n, elements in (found for g in groups for o in g.outputs for found in _costly(o.expr)):
-        ways = [_looked_up(n, i, j, elements) for i, j in itertools.permutations(sorted(free_axes(n), key=str), 2)]
-        # The distance of queries from keys, or of keys from queries: one table for all kernels.
-        known = sorted((way for way in ways if way is not None), key=lambda way: way[0].expr not in stored)
-        for out, place in known[:1]:
-            out = stored.setdefault(out.expr, replace(out, name=f"{name}{len(stored)}"))
-            held[n] = load(out.name, place, out.dtype)
+    for e in (o.expr for g in groups for o in g.outputs):
+        elements = _elements(e)
+        reached = {e}
+        for n in reversed([*walk(e)]):
+            if n not in reached:
+                continue
+            pairs = itertools.permutations(sorted(free_axes(n), key=str), 2) if n not in held and _is_costly(n) else ()
+            ways = [_looked_up(n, i, j, elements[n]) for i, j in pairs]
+            # The distance of queries from keys, or of keys from queries: one table for all kernels.
+            known = sorted((way for way in ways if way is not None), key=lambda way: way[0].expr not in stored)
+            for out, place in known[:1]:
+                out = stored.setdefault(out.expr, replace(out, name=f"{name}{len(stored)}"))
+                held[n] = load(out.name, place, out.dtype)
+            if n not in held:
+                reached.update(children(n))
     return tuple(Fused((out,)) for out in stored.values()), replaced(groups, held)
 
 
-def _looked_up(n: Load, i: Axis, j: Axis, elements: int) -> tuple[Output, tuple[Expr, ...]] | None:
+def _looked_up(n: Expr, i: Axis, j: Axis, elements: int) -> tuple[Output, tuple[Expr, ...]] | None:
     """What is stored for each distance of i from j, and where `n` is found there; None if that does not decide it."""
     decided = over_distances(n, i, j)
     if decided is None:
         return None
     made, along, sign, least = decided
-    if elements < max(LEAST, SHARE * math.prod(a.extent for a in free_axes(made))):
+    if elements < max(LEAST, SHARE * _count(made)):
         return None
     table, order = tabled(made, along, n.dtype)
     place = from_linear(({index(i): 1, index(j): sign}, -least), "i64")
     return table, (*map(index, order[:-1]), place)
 
 
-def _costly(e: Expr) -> Iterator[tuple[Load, int]]:
-    """What is loaded at a costly place, and of how many elements that is which it is in."""
-    around: dict[Expr, int] = {}
-    for n in walk(e):
+def _is_costly(n: Expr) -> bool:
+    """Whether costly steps, or such to a costly place, lead to a number of two places."""
+    if isinstance(n, Load):
+        inner = (m for i in n.index for m in walk(i))
+        return len(free_axes(n)) > 1 and any(isinstance(m, Op) and m.name in COSTLY_PLACES for m in inner)
+    return isinstance(n, Op) and n.name in COSTLY and len(free_axes(n)) > 1 and not reductions(n)
+
+
+def _elements(e: Expr) -> dict[Expr, int]:
+    """Of how many elements that is which a node is in, up to the sums around it: how often it is computed."""
+    found = dict.fromkeys(walk(e), 0)
+    found[e] = _count(e)
+    for n in reversed([*found]):
+        if isinstance(n, Reduce):
+            # Of a product of matrices each factor by itself; -1 is one too, of what is negated.
+            for f in found.keys() & factors(n.body):
+                found[f] = max(found[f], _count(f))
         for c in children(n):
-            around[c] = max(around.get(c, 1), math.prod(a.extent for a in free_axes(n)))
-    for n in loads(e):
-        if len(free_axes(n)) > 1 and any(isinstance(m, Op) and m.name in COSTLY for i in n.index for m in walk(i)):
-            yield n, around.get(n, 1)
+            found[c] = max(found[c], 0 if isinstance(n, Reduce) else found[n])
+    return found
+
+
+def _count(e: Expr) -> int:
+    return math.prod(a.extent for a in free_axes(e))
