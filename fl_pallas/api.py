@@ -34,6 +34,7 @@ from .capture.drawn import give_back
 from .capture.joint import NOTHING, Compiler, Known, differentiable
 from .capture.narrow import narrow
 from .capture.numbers import Numbers, has_numbers, numbers_of
+from .capture.writes import parts_between_writes, run_parts
 from .config import Config, config
 from .errors import FallbackWarning, InputError, Unsupported
 from .explain import Explanation, Fallback, Graph, Stage
@@ -374,11 +375,20 @@ class _Specialised:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return self._differentiable(args)
         aten = _functional(self.gm, args)
-        if aten is None:
-            refusal = Fallback("an input is written to", "kernels never write to inputs", None, 0)
-            self._tell(Graph(None, (refusal,), ()))
+        return self._between_writes(args) if aten is None else self._compiled(aten, args, self.gm)[0]
+
+    def _between_writes(self, args: Sequence[Any]) -> Callable[..., Any]:
+        """What writes to inputs by PyTorch, and the rest in parts that do not."""
+        parts = parts_between_writes(self.gm, args)
+        if parts is None:
+            self._tell(Graph(None, (Fallback("an input is written to", "it cannot be done apart", None, 0),), ()))
             return self.gm
-        return self._compiled(aten, args, self.gm)[0]
+        return run_parts(parts, [p.gm if p.writes else self._part(p.gm) for p in parts], self.gm)
+
+    def _part(self, gm: torch.fx.GraphModule) -> _Specialised:
+        part = _Specialised(gm, (), self.settings, self.family, self.explanation, self.end)
+        part.fixed = self.fixed
+        return part
 
     def _differentiable(self, args: Sequence[Any]) -> Callable[..., Any]:
         """Both passes; PyTorch's own where it would compute for the backward pass what only kernels know."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .build import substitute
 from .dtype import is_float, is_int
-from .expr import Axis, Expr, Index, Load, Op, Reduce, children, const, free_axes, reductions, ref
+from .expr import Axis, Expr, Index, Load, Op, Reduce, children, const, free_axes, index, reductions, ref
 from .integer import from_linear, linear
 
 # Largest extent taken whole when the reduction is no matrix product (a vector of registers).
@@ -189,6 +189,30 @@ def positions(e: Expr, tiled: frozenset[Axis]) -> Iterator[tuple[Expr, Position]
             return
     for child in children(e):
         yield from positions(child, tiled)
+
+
+def over_distances(e: Expr, i: Axis, j: Axis) -> tuple[Expr, Axis, int, int] | None:
+    """What i - j, or i + j, alone decides, over an axis of distances, which begin at 0.
+
+    Returns: `e` over that axis; the axis; s and the least distance l: the index is i + s * j - l. None if both axes
+    are in it in another way.
+    """
+    pair = frozenset((i, j))
+    if not pair <= free_axes(e) or i.size is not None or j.size is not None:
+        return None
+    found = dict(positions(e, pair))
+    signs = {a * b for _, a, b, _, _ in found.values()}
+    if len(signs) != 1:
+        return None
+    (sign,) = signs
+    along, least = Axis(f"{i}{'+-'[sign < 0]}{j}", i.extent + j.extent - 1), min(0, sign * (j.extent - 1))
+    here = {
+        n: from_linear(({**terms, index(along): k}, c + k * least), n.dtype)
+        for n, (first, a, b, terms, c) in found.items()
+        for k in [a if first == i else b]
+    }
+    e = substitute(e, {}, here)
+    return None if free_axes(e) & pair else (e, along, sign, least)
 
 
 def is_product_of_loop(update: Expr, axis: Axis, tiled: frozenset[Axis]) -> bool:

@@ -104,3 +104,23 @@ def test_one_table_serves_all_kernels(fn: Callable[..., Tensor], tables: int, de
 def test_few_elements_are_not_worth_a_launch(device: torch.device) -> None:
     with unrun():
         assert fl.explain(causal, *inputs(100, torch.bfloat16, device)).kernel_count == 1
+
+
+def waves_added(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """A learned bias of each head: w [12,h], the first half frequencies, the others how much they count."""
+    i, j = (torch.arange(x.shape[-2], device=q.device) for x in (q, k))
+    rates, shares = w.T.chunk(2, -1)
+    bias = (shares[:, None, None] * torch.cos((i[:, None] - j)[..., None] * rates[:, None, None] / 8)).sum(-1)
+    return (q @ k.mT / 4 + bias).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_sums_by_distance(dtype: torch.dtype, device: torch.device) -> None:
+    """One bias for each distance, and one number of each diagonal for all its gradients: none for each pair."""
+    check_gradients(waves_added, fl.compile(waves_added), inputs(75, dtype, device))
+    given = [x.requires_grad_() for x in inputs(512, dtype, device)]
+    with unrun():
+        graphs = fl.explain(waves_added, *given).graphs
+    stores = [s for graph in graphs for plan in graph.kernels for s in plan.stores]
+    assert not any(graph.fallbacks for graph in graphs)
+    assert any(s.shape == (3, 1028) for s in stores) and not any({512, 517} <= {*s.shape} for s in stores)

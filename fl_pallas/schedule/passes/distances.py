@@ -11,9 +11,8 @@ import math
 from dataclasses import replace
 
 from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, index, load, reductions, walk
-from ..inner import factors
+from ..inner import factors, over_distances
 from ..integer import from_linear
-from .by_distance import over_distances
 from .fuse import Fused, Output
 from .look_up import replaced, tabled
 
@@ -56,7 +55,7 @@ def _looked_up(n: Expr, i: Axis, j: Axis, elements: int) -> tuple[Output, tuple[
     if decided is None:
         return None
     made, along, sign, least = decided
-    if elements < max(LEAST, SHARE * _count(made)):
+    if elements * math.prod(r.axis.extent for r in reductions(n)) < max(LEAST, SHARE * _count(made)):
         return None
     table, order = tabled(made, along, n.dtype)
     place = from_linear(({index(i): 1, index(j): sign}, -least), "i64")
@@ -64,10 +63,12 @@ def _looked_up(n: Expr, i: Axis, j: Axis, elements: int) -> tuple[Output, tuple[
 
 
 def _is_costly(n: Expr) -> bool:
-    """Whether costly steps, or such to a costly place, lead to a number of two places."""
+    """Whether costly steps, such to a costly place, or a sum lead to a number of two places."""
     if isinstance(n, Load):
         inner = (m for i in n.index for m in walk(i))
         return len(free_axes(n)) > 1 and any(isinstance(m, Op) and m.name in COSTLY_PLACES for m in inner)
+    if isinstance(n, Reduce):
+        return len(free_axes(n)) > 1
     return isinstance(n, Op) and n.name in COSTLY and len(free_axes(n)) > 1 and not reductions(n)
 
 

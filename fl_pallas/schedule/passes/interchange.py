@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ..build import reduce, rewrite, substitute
-from ..expr import Axis, Const, Expr, Op, Reduce, free_axes, index, loads, reductions
+from ..expr import Axis, Const, Expr, Op, Reduce, free_axes, index, loads, reductions, ref
 from .cut import is_larger_than
 from .fuse import Fused
-from .stream import is_batch_sum
+from .stream import is_batch_sum, is_covered
+
+# Numbers that a row takes of each element (coordinates), at most, beside what a kernel computes of it.
+FEATURES = 4
 
 
 def interchange(fused: Fused) -> Fused:
@@ -26,7 +31,7 @@ def interchange(fused: Fused) -> Fused:
 def _outward(e: Expr) -> Expr:
     if not isinstance(e, Reduce) or e.kind != "sum":
         return e
-    if (sums := _added(e.body, e.axis)) and len({(r.axis.extent, r.axis.size) for r in sums}) == 1:
+    if (sums := _added(e.body, e)) and len({(r.axis.extent, r.axis.size) for r in sums}) == 1:
         axis = next(iter(sums)).axis
         inside = {r: substitute(r.body, {r.axis: index(axis)}) for r in sums}
         each = reduce("sum", e.axis, substitute(e.body, {}, inside), e.dtype)
@@ -40,12 +45,14 @@ def is_larger_than_operands(r: Expr) -> bool:
     return is_larger_than(r, [n for n in loads(r) if all(len(free_axes(i)) <= 1 for i in n.index)])
 
 
-def _added(body: Expr, axis: Axis, tests: tuple[Expr, ...] = ()) -> dict[Reduce, None] | None:
+def _added(body: Expr, e: Reduce, tests: tuple[Expr, ...] = ()) -> dict[Reduce, None] | None:
     """The sums over batches that `body` adds up, each times what does not depend on its batch, where tests hold; 0
     elsewhere. None if that is not what it is, or if members are not to be summed first."""
     if isinstance(body, Reduce):
-        of_table = any(axis in free_axes(t) and free_axes(t) - free_axes(body) for t in tests)
-        return {body: None} if is_batch_sum(body) and (not of_table or is_larger_than_operands(body)) else None
+        if not is_batch_sum(_without_statistics(body)):
+            return None
+        of_table = any(e.axis in free_axes(t) and free_axes(t) - free_axes(body) for t in tests)
+        return {body: None} if (is_larger_than_operands(body) if of_table else _is_less_of_each(e, body)) else None
     if not isinstance(body, Op):
         return None
     others: list[Expr] = []
@@ -55,7 +62,8 @@ def _added(body: Expr, axis: Axis, tests: tuple[Expr, ...] = ()) -> dict[Reduce,
             return None
         added, others, tests = [inner], [test], (*tests, test)
     elif body.name in ("mul", "div"):
-        inner, *others = sorted(body.args, key=_holds_no_batch_sum) if body.name == "mul" else body.args
+        holds = [any(is_batch_sum(_without_statistics(r)) for r in reductions(a)) for a in body.args]
+        inner, *others = body.args if body.name == "div" or holds[0] else reversed(body.args)
         added = [inner]
     elif body.name in ("neg", "cast", "add", "sub"):
         added = [*body.args]
@@ -63,14 +71,28 @@ def _added(body: Expr, axis: Axis, tests: tuple[Expr, ...] = ()) -> dict[Reduce,
         return None
     found: dict[Reduce, None] = {}
     for a in added:
-        if (sums := _added(a, axis, tests)) is None:
+        if (sums := _added(a, e, tests)) is None:
             return None
         found |= sums
     return None if any(r in reductions(o) or r.axis in free_axes(o) for r in found for o in others) else found
 
 
-def _holds_no_batch_sum(e: Expr) -> bool:
-    return not any(map(is_batch_sum, reductions(e)))
+def _is_less_of_each(e: Reduce, r: Reduce) -> bool:
+    """Whether all that `e` takes of each member is less than what `r` gives of all, and no matrix product of each; and
+    a member is no part of several results (weights of heads that are mixed)."""
+    own, members = free_axes(e), [n for n in reductions(_without_statistics(r).body) if r.axis in free_axes(n)]
+    less = _count(own - free_axes(r)) <= FEATURES and _count({*own, r.axis}) < _count(free_axes(r))
+    return less and bool(members) and all(free_axes(r) <= free_axes(n) for n in members)
+
+
+def _count(axes: Iterable[Axis]) -> int:
+    return math.prod(a.extent for a in axes)
+
+
+def _without_statistics(r: Reduce) -> Reduce:
+    """`r` with what is known of rows, or of columns, in place of the sums that tell it."""
+    found = [n for n in reductions(r.body) if not is_covered(n) and not free_axes(r) <= free_axes(n)]
+    return replace(r, body=substitute(r.body, {}, {n: ref("%known", tuple(free_axes(n)), n.dtype) for n in found}))
 
 
 def is_zero(e: Expr) -> bool:

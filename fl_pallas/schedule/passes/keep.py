@@ -18,6 +18,7 @@ from .grow_regions import grow_regions
 from .joins import given_or_returned
 from .resolve_views import inline_load, inlined, resolve_views, root_of
 from .rounded import grow_rounded
+from .split_reductions import split_reductions
 from .surround import is_rounded
 
 
@@ -285,6 +286,7 @@ def _used(program: Program, backward: tuple[str, ...], saved: set[str], facts: t
     """The facts by which sums of the backward pass are exchanged."""
     alone = _alone(program, backward, saved, facts)
     compute = compute_dtype([v.dtype for v in alone.values if v.axes])
-    found = (exchange(fuse(alone, region), alone, facts, "", compute)[0] for region in grow_regions(alone).regions)
+    regions = (tuple(map(split_reductions, fuse(alone, region))) for region in grow_regions(alone).regions)
+    found = (exchange(groups, alone, facts, "", compute)[0] for groups in regions)
     known = {f.name for f in facts}
     return {n.source for kernels in found for k in kernels for o in k.outputs for n in loads(o.expr)} & known

@@ -93,14 +93,15 @@ def is_covered(r: Reduce) -> bool:
 
 def is_batch_sum(r: Reduce) -> bool:
     """Whether `r` sums products of matrices, each of whose factors is another for each index: it is no side of them,
-    and a tile of the products is summed over it (the gradient of a bias that a batch shares)."""
+    and a tile of the products is summed over it (the gradient of a bias that a batch shares). Other sums are the same
+    for all of it."""
     inner = reductions(r.body)
     varying = [[free_axes(f) for f in factors(c.body) if c.axis in free_axes(f)] for c in inner]
     shared = [free_axes(c.body).intersection(*sides) for c, sides in zip(inner, varying)]
     return (
         r.kind == "sum"
-        and all(is_covered(c) and r.axis in axes for c, axes in zip(inner, shared))
-        and any(_is_of_matrices(c, axes, r.axis) for c, axes in zip(inner, shared))
+        and all(is_covered(c) and (r.axis in axes or r.axis not in free_axes(c)) for c, axes in zip(inner, shared))
+        and any(r.axis in axes and _is_of_matrices(c, axes, r.axis) for c, axes in zip(inner, shared))
     )
 
 

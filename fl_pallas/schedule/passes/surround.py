@@ -7,17 +7,20 @@ from collections.abc import Mapping
 
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Load, Op, free_axes, loads, reductions, walk
+from ..inner import over_distances
 from ..program import Program, Value
 from ..target import HOPPER
 from .choose import COSTLY
 from .joins import Sides, has_weight, is_of_positions
-from .resolve_views import root_of
+from .resolve_views import inlined, root_of
 from .weigh import ISSUED, LAUNCH, MOVED, POWERS
 
 # Float operations of a prologue that may be repeated in the loop (column side) or per row tile (row side).
 MAX_COLUMN_OPS, MAX_ROW_OPS = 3, 12
 # Elements of a set that each pair of a row and a column asks something of.
 MAX_COUNTED = 64
+# Terms of a sum that each distance has.
+MAX_SUMMED = 256
 # Rows of a tile; and instructions for an element that goes through registers to the matrix units, where what is loaded
 # as it is goes there straight.
 ROWS, THROUGH_REGISTERS = 128, 8
@@ -62,6 +65,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
                 and not _is_layer(program, v, readers)
                 or _is_of_small_sets(program, v)
                 or _is_of_pairs(program, v)
+                or _is_by_distance(program, v, rows, cols)
             )
         elif reductions(v.expr) or v.projection or (is_float(v.dtype) and _read_across(v, readers)):
             fits = False
@@ -90,6 +94,17 @@ def _is_of_pairs(program: Program, v: Value) -> bool:
         for r in reductions(v.expr)
         for n in loads(r.body)
     )
+
+
+def _is_by_distance(program: Program, v: Value, rows: frozenset[Axis], cols: frozenset[Axis]) -> bool:
+    """Whether `v` is a short sum of what distances decide (waves, or hats of a learned bias): one for each of these is
+    stored, and not one for each pair."""
+    assert v.expr is not None
+    if math.prod(r.axis.extent for r in reductions(v.expr)) > MAX_SUMMED:
+        return False
+    pointwise = {u.name: u for u in program.values if u.expr is not None and not reductions(u.expr)}
+    e = inlined(v.expr, pointwise)
+    return any(over_distances(e, i, j) is not None for i in rows for j in cols - {i})
 
 
 def _is_gather(node: Load) -> bool:
