@@ -57,7 +57,7 @@ def read_before(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, a
 
 def counted(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, at: Tensor) -> Tensor:
     """A running mean of what comes out, and a mask that is written to before it is used."""
-    mask = torch.zeros(q.shape[-2], k.shape[-2], dtype=torch.bool)
+    mask = torch.zeros(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
     mask[:, 5:] = True
     out = (q @ k.mT / 4).masked_fill(mask, -1e9).softmax(-1) @ v
     keys.mul_(0.9).add_(out.mean(), alpha=0.1)

@@ -74,7 +74,7 @@ class Term:
     """hoisted · exp(exponent + offset) · Π factors · Π shifts, and 0 where a gate is closed.
 
     exponent and factors vary with the loop axis and do not move; hoisted, offset and the gates'
-    conditions are free of the loop axis.
+    conditions are free of the loop axis. Where it is `rounded`, that is done to the power times the factors.
     """
 
     hoisted: Expr
@@ -83,6 +83,7 @@ class Term:
     factors: tuple[Expr, ...] = ()
     shifts: tuple[Shift, ...] = ()
     gates: tuple[Expr, ...] = ()
+    rounded: bool = False
 
 
 def separate(e: Expr, scope: Scope) -> list[Term]:

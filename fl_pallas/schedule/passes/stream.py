@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..build import cast, negate, op, select, substitute
@@ -141,7 +141,10 @@ def _reduce(r: Reduce, body: Expr, n: int, scope: Scope, state: _Streams) -> Exp
     if scope.moves(body) and (found := _where_extreme(r, body, n, scope, state)) is not None:
         return found
     if r.kind == "sum":
-        terms = separate(body, scope) if scope.moves(body) else _plain(body, r.dtype, scope)
+        if scope.moves(body):
+            terms = [part for t in separate(body, scope) for part in _parts(t, r.dtype, scope)]
+        else:
+            terms = _plain(body, r.dtype, scope)
         values = [_term(t, r, n, scope, state) for t in terms]
         out = values[0]
         for v in values[1:]:
@@ -160,7 +163,13 @@ def _plain(body: Expr, dtype: str, scope: Scope) -> list[Term]:
     A sum or difference, of data of 16 bits, is taken apart where a part of it then has fewer axes:
     Σ_j (w(i, j) · k(j, d) + s(i, j) · u(i, d)) is a product of matrices, and sums of rows.
     """
-    if isinstance(body, Op) and body.name in ("add", "sub") and is_narrow(body):
+    if isinstance(body, Op) and body.name == "neg":
+        return [replace(t, hoisted=scope.op("neg", t.hoisted)) for t in _plain(body.args[0], dtype, scope)]
+    if (
+        isinstance(body, Op)
+        and body.name in ("add", "sub")
+        and (is_narrow(body) or _adds_differences(body, dtype, scope))
+    ):
         left, right = (_plain(a, dtype, scope) for a in body.args)
         if body.name == "sub":
             right = [replace(t, hoisted=scope.op("neg", t.hoisted)) for t in right]
@@ -177,6 +186,10 @@ def _plain(body: Expr, dtype: str, scope: Scope) -> list[Term]:
     return [Term(one, factors=tuple(kept))]
 
 
+def _adds_differences(body: Op, dtype: str, scope: Scope) -> bool:
+    return dtype == "bf16" and any(_differences(a, scope) for a in body.args)
+
+
 def _differences(body: Expr, scope: Scope) -> list[Term]:
     """Σ_j w(i, j) · (a(i, d) - b(j, d)) as a(i, d) · Σ_j w(i, j) - Σ_j w(i, j) · b(j, d), a product of matrices, for
     loaded bfloat16; empty if the body is none.
@@ -185,27 +198,54 @@ def _differences(body: Expr, scope: Scope) -> list[Term]:
     rounds it: what that rounds away is multiplied by the difference then, as it is in PyTorch, and not by a and b.
     """
     found = factors(body)
+    own = _difference([f for f in found if scope.varies(f)], frozenset(), scope)
+    if own is None:
+        return []
+    (a, b, sign), moving = own
+    hoisted = functools.reduce(
+        lambda x, y: scope.op("mul", x, y),
+        [cast(g, scope.dtype) for g in found if not scope.varies(g)],
+        scope.const(sign),
+    )
+    weight = functools.reduce(lambda x, y: scope.op("mul", x, y), moving)
+    first = scope.op("mul", hoisted, cast(a, scope.dtype))
+    return [
+        Term(first, factors=(scope.op("rounded", weight),)),
+        Term(scope.op("neg", hoisted), factors=(*moving, b)),
+    ]
+
+
+def _parts(t: Term, dtype: str, scope: Scope) -> list[Term]:
+    """`_differences` of what is taken about a running maximum: the weights are powers, times other factors."""
+    axes = frozenset[Axis]() if t.exponent is None else free_axes(t.exponent)
+    own = _difference(t.factors, axes, scope) if t.exponent is not None and dtype == "bf16" and not t.shifts else None
+    if own is None:
+        return [t]
+    (a, b, sign), rest = own
+    first = scope.op("mul", scope.op("mul", scope.const(sign), t.hoisted), cast(a, scope.dtype))
+    second = scope.op("mul", scope.const(-sign), t.hoisted)
+    return [replace(t, hoisted=first, factors=rest, rounded=True), replace(t, hoisted=second, factors=(*rest, b))]
+
+
+def _difference(
+    found: Sequence[Expr], axes: frozenset[Axis], scope: Scope
+) -> tuple[tuple[Expr, Expr, float], tuple[Expr, ...]] | None:
+    """What does not vary of a difference among factors that do, what varies, and the sign of the former; and the other
+    factors, of which weights of these axes are one. None if there is none, or none of features."""
     for n, f in enumerate(found):
-        if (
-            not isinstance(f, Op)
-            or f.name != "sub"
-            or not all(isinstance(a, Load) and a.dtype == "bf16" for a in f.args)
-        ):
+        loaded = (
+            isinstance(f, Op) and f.name == "sub" and all(isinstance(a, Load) and a.dtype == "bf16" for a in f.args)
+        )
+        if not loaded:
             continue
-        rest = [*found[:n], *found[n + 1 :]]
-        moving = [g for g in rest if scope.varies(g)]
-        (own, other), signs = (f.args, (1.0, -1.0)) if scope.varies(f.args[1]) else (f.args[::-1], (-1.0, 1.0))
-        axes = frozenset[Axis]().union(*map(free_axes, moving))
-        rows = axes & free_axes(own)
-        features = free_axes(f) - axes
-        if scope.varies(own) or not all(any(a.extent > 1 for a in some) for some in (rows, features)):
-            continue
-        hoisted = [cast(g, scope.dtype) for g in rest if not scope.varies(g)]
-        first, second = (functools.reduce(lambda x, y: scope.op("mul", x, y), hoisted, scope.const(s)) for s in signs)
-        weight = functools.reduce(lambda x, y: scope.op("mul", x, y), moving)
-        own = scope.op("mul", first, cast(own, scope.dtype))
-        return [Term(own, factors=(scope.op("rounded", weight),)), Term(second, factors=(*moving, other))]
-    return []
+        assert isinstance(f, Op)
+        rest = (*found[:n], *found[n + 1 :])
+        others = axes.union(*map(free_axes, rest))
+        own, other, sign = (*f.args, 1.0) if scope.varies(f.args[1]) else (*f.args[::-1], -1.0)
+        sides = others & free_axes(own), free_axes(f) - others
+        if not scope.varies(own) and all(any(a.extent > 1 for a in some) for some in sides):
+            return (own, other, sign), rest
+    return None
 
 
 def _factors(e: Expr, scope: Scope) -> tuple[Expr, ...]:
@@ -239,6 +279,8 @@ def _term(t: Term, r: Reduce, n: int, scope: Scope, state: _Streams) -> Expr:
         scale = scope.op("mul", scale, scope.op("exp", t.offset))
     for f in t.factors:
         weight = f if weight is None else op("mul", weight, f, dtype=f.dtype)
+    if t.rounded and weight is not None:
+        weight = scope.op("rounded", weight)
     value = _shifted(t, weight, anchor, r, n, scope, state)
     value = scope.op("mul", scale, value)
     for gate in t.gates:
