@@ -178,17 +178,22 @@ Position = tuple[Axis, int, int, dict[Expr, int], int]
 def positions(e: Expr, tiled: frozenset[Axis]) -> Iterator[tuple[Expr, Position]]:
     """What `e` takes from the sum or difference of two indices: the node, the first axis, the factors of both (1 or
     -1), and the other terms and the constant of its linear form."""
-    if len(free_axes(e) & tiled) < 2:
-        return
-    if is_int(e.dtype):
-        terms, c = linear(e)
-        wide = [t for t in terms if free_axes(t) & tiled]
-        if len(wide) == 2 and all(isinstance(t, Index) and abs(terms[t]) == 1 for t in wide):
-            first, second = wide
-            yield e, (first.axis, terms[first], terms[second], {t: k for t, k in terms.items() if t not in wide}, c)  # type: ignore[union-attr]
-            return
-    for child in children(e):
-        yield from positions(child, tiled)
+    seen: set[Expr] = set()
+    stack = [e]
+    while stack:
+        n = stack.pop()
+        if n in seen or len(free_axes(n) & tiled) < 2:
+            continue
+        seen.add(n)
+        if is_int(n.dtype):
+            terms, c = linear(n)
+            wide = [t for t in terms if free_axes(t) & tiled]
+            if len(wide) == 2 and all(isinstance(t, Index) and abs(terms[t]) == 1 for t in wide):
+                first, second = wide
+                others = {t: k for t, k in terms.items() if t not in wide}
+                yield n, (first.axis, terms[first], terms[second], others, c)  # type: ignore[union-attr]
+                continue
+        stack += reversed(children(n))
 
 
 def over_distances(e: Expr, i: Axis, j: Axis) -> tuple[Expr, Axis, int, int] | None:

@@ -19,8 +19,8 @@ from .weigh import ISSUED, LAUNCH, MOVED, POWERS
 MAX_COLUMN_OPS, MAX_ROW_OPS = 3, 12
 # Elements of a set that each pair of a row and a column asks something of.
 MAX_COUNTED = 64
-# Terms of a sum that each distance has.
-MAX_SUMMED = 256
+# Terms of a sum that each distance has, and operations that lead to them.
+MAX_SUMMED, MAX_STEPS = 256, 32
 # Rows of a tile; and instructions for an element that goes through registers to the matrix units, where what is loaded
 # as it is goes there straight.
 ROWS, THROUGH_REGISTERS = 128, 8
@@ -102,7 +102,15 @@ def _is_by_distance(program: Program, v: Value, rows: frozenset[Axis], cols: fro
     assert v.expr is not None
     if math.prod(r.axis.extent for r in reductions(v.expr)) > MAX_SUMMED:
         return False
-    pointwise = {u.name: u for u in program.values if u.expr is not None and not reductions(u.expr)}
+    pointwise: dict[str, Value] = {}
+    stack = [*v.reads]
+    while stack:
+        u = program.by_name[stack.pop()]
+        if u.name not in pointwise and u.expr is not None and not reductions(u.expr):
+            pointwise[u.name] = u
+            stack += u.reads
+    if len(pointwise) > MAX_STEPS:
+        return False
     e = inlined(v.expr, pointwise)
     return any(over_distances(e, i, j) is not None for i in rows for j in cols - {i})
 
