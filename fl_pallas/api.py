@@ -261,9 +261,11 @@ class Backend:
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         settings, end = config.merged(**self.given), _early_end(gm)
+        # TorchDynamo's guards hold everything fixed unless some size is symbolic.
+        fixed = not any(map(_is_symbolic, example_inputs))
 
         def made(gm: torch.fx.GraphModule) -> _Specialised:
-            return _Specialised(gm, example_inputs, settings, self.family, self.explanation, end)
+            return _Specialised(gm, fixed, settings, self.family, self.explanation, end)
 
         return _Numbered(gm, made) if has_numbers(gm) else made(gm)
 
@@ -306,7 +308,7 @@ class _Specialised:
     def __init__(
         self,
         gm: torch.fx.GraphModule,
-        examples: Sequence[Any],
+        fixed: bool,
         settings: Config,
         family: Family,
         explanation: Explanation | None,
@@ -314,8 +316,7 @@ class _Specialised:
     ):
         self.gm, self.settings, self.family, self.explanation = gm, settings, family, explanation
         self.end = end
-        # TorchDynamo's guards hold everything fixed unless some size is symbolic.
-        self.fixed = not any(map(_is_symbolic, examples))
+        self.fixed = fixed
         self.only: Callable[..., Any] | None = None
         self.versions: OrderedDict[tuple, Callable[..., Any]] = OrderedDict()
 
@@ -386,9 +387,7 @@ class _Specialised:
         return run_parts(parts, [p.gm if p.writes else self._part(p.gm) for p in parts], self.gm)
 
     def _part(self, gm: torch.fx.GraphModule) -> _Specialised:
-        part = _Specialised(gm, (), self.settings, self.family, self.explanation, self.end)
-        part.fixed = self.fixed
-        return part
+        return _Specialised(gm, self.fixed, self.settings, self.family, self.explanation, self.end)
 
     def _differentiable(self, args: Sequence[Any]) -> Callable[..., Any]:
         """Both passes; PyTorch's own where it would compute for the backward pass what only kernels know."""

@@ -147,9 +147,7 @@ def to_aten(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphMo
 
     Raises: Unsupported where PyTorch cannot trace the graph, which says nothing of whether it can run it.
     """
-    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
-    fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in inputs]
-
+    mode, fakes = fakes_of(inputs)
     run: Any = Opener(gm).run
     if any(_is_transform(n) for n in gm.graph.nodes):
         # PyTorch makes operations in place functional by a transform of this kind, which must not lie around another.
@@ -160,6 +158,12 @@ def to_aten(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphMo
         # Composites of PyTorch's own may still write in place after one pass.
         out = _trace(functools.partial(_retrace, out), fakes, mode)
     return out
+
+
+def fakes_of(inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
+    """A mode to compute with fake tensors of fixed sizes in, and these, in place of tensors; numbers as they are."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
+    return mode, [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in inputs]
 
 
 def _is_transform(node: torch.fx.Node) -> bool:

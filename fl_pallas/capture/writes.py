@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Interpreter, Node
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from .aten import fakes_of
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,7 @@ def _memory(values: Iterable[Any]) -> set[int]:
 
 
 def _watched(gm: GraphModule, args: Sequence[Any]) -> _Watch | None:
-    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
-    fakes = [mode.from_tensor(a, static_shapes=True) if isinstance(a, torch.Tensor) else a for a in args]
+    mode, fakes = fakes_of(args)
     watch = _Watch(gm)
     try:
         with torch.no_grad(), mode:

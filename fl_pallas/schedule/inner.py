@@ -188,10 +188,11 @@ def positions(e: Expr, tiled: frozenset[Axis]) -> Iterator[tuple[Expr, Position]
         if is_int(n.dtype):
             terms, c = linear(n)
             wide = [t for t in terms if free_axes(t) & tiled]
-            if len(wide) == 2 and all(isinstance(t, Index) and abs(terms[t]) == 1 for t in wide):
-                first, second = wide
+            plain = [t for t in wide if isinstance(t, Index) and abs(terms[t]) == 1]
+            if len(wide) == len(plain) == 2:
+                first, second = plain
                 others = {t: k for t, k in terms.items() if t not in wide}
-                yield n, (first.axis, terms[first], terms[second], others, c)  # type: ignore[union-attr]
+                yield n, (first.axis, terms[first], terms[second], others, c)
                 continue
         stack += reversed(children(n))
 

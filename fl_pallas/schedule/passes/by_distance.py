@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import replace
 
 from ..build import negate, op, reduce, rewrite, select, substitute
@@ -11,7 +10,7 @@ from ..expr import Axis, Expr, Op, Reduce, const, free_axes, index, reductions
 from ..inner import factors, over_distances
 from ..integer import from_linear
 from .fuse import Fused
-from .interchange import FEATURES, is_larger_than_operands, is_zero
+from .interchange import FEATURES, count, is_larger_than_operands, is_zero
 
 
 def by_distance(fused: Fused) -> Fused:
@@ -75,4 +74,4 @@ def _weighed(body: Expr, i: Axis, j: Axis) -> tuple[Expr, Expr] | None:
     if not counted or not any(i in free_axes(f) for f in weights):
         return None
     many, one = (functools.reduce(lambda a, b: op("mul", a, b, dtype=body.dtype), fs) for fs in (weights, counted))
-    return (many, one) if math.prod(a.extent for a in free_axes(many) - free_axes(one)) > FEATURES else None
+    return (many, one) if count(free_axes(many) - free_axes(one)) > FEATURES else None

@@ -14,6 +14,7 @@ from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, index, loa
 from ..inner import factors, over_distances
 from ..integer import from_linear
 from .fuse import Fused, Output
+from .interchange import count
 from .look_up import replaced, tabled
 
 # Operations that take longer than a load, and those besides by which a load's place is costly to find.
@@ -55,7 +56,7 @@ def _looked_up(n: Expr, i: Axis, j: Axis, elements: int) -> tuple[Output, tuple[
     if decided is None:
         return None
     made, along, sign, least = decided
-    if elements * math.prod(r.axis.extent for r in reductions(n)) < max(LEAST, SHARE * _count(made)):
+    if elements * math.prod(r.axis.extent for r in reductions(n)) < max(LEAST, SHARE * count(free_axes(made))):
         return None
     table, order = tabled(made, along, n.dtype)
     place = from_linear(({index(i): 1, index(j): sign}, -least), "i64")
@@ -63,28 +64,21 @@ def _looked_up(n: Expr, i: Axis, j: Axis, elements: int) -> tuple[Output, tuple[
 
 
 def _is_costly(n: Expr) -> bool:
-    """Whether costly steps, such to a costly place, or a sum lead to a number of two places."""
+    """Whether costly steps, such to a costly place, or a sum lead to a number."""
     if isinstance(n, Load):
-        inner = (m for i in n.index for m in walk(i))
-        return len(free_axes(n)) > 1 and any(isinstance(m, Op) and m.name in COSTLY_PLACES for m in inner)
-    if isinstance(n, Reduce):
-        return len(free_axes(n)) > 1
-    return isinstance(n, Op) and n.name in COSTLY and len(free_axes(n)) > 1 and not reductions(n)
+        return any(isinstance(m, Op) and m.name in COSTLY_PLACES for i in n.index for m in walk(i))
+    return isinstance(n, Reduce) or isinstance(n, Op) and n.name in COSTLY and not reductions(n)
 
 
 def _elements(e: Expr) -> dict[Expr, int]:
     """Of how many elements that is which a node is in, up to the sums around it: how often it is computed."""
     found = dict.fromkeys(walk(e), 0)
-    found[e] = _count(e)
+    found[e] = count(free_axes(e))
     for n in reversed([*found]):
         if isinstance(n, Reduce):
             # Of a product of matrices each factor by itself; -1 is one too, of what is negated.
             for f in found.keys() & factors(n.body):
-                found[f] = max(found[f], _count(f))
+                found[f] = max(found[f], count(free_axes(f)))
         for c in children(n):
             found[c] = max(found[c], 0 if isinstance(n, Reduce) else found[n])
     return found
-
-
-def _count(e: Expr) -> int:
-    return math.prod(a.extent for a in free_axes(e))

@@ -62,9 +62,9 @@ def _added(body: Expr, e: Reduce, tests: tuple[Expr, ...] = ()) -> dict[Reduce, 
             return None
         added, others, tests = [inner], [test], (*tests, test)
     elif body.name in ("mul", "div"):
-        holds = [any(is_batch_sum(_without_statistics(r)) for r in reductions(a)) for a in body.args]
-        inner, *others = body.args if body.name == "div" or holds[0] else reversed(body.args)
-        added = [inner]
+        first, second = body.args
+        turned = body.name == "mul" and not any(is_batch_sum(_without_statistics(r)) for r in reductions(first))
+        added, others = ([second], [first]) if turned else ([first], [second])
     elif body.name in ("neg", "cast", "add", "sub"):
         added = [*body.args]
     else:
@@ -81,11 +81,12 @@ def _is_less_of_each(e: Reduce, r: Reduce) -> bool:
     """Whether all that `e` takes of each member is less than what `r` gives of all, and no matrix product of each; and
     a member is no part of several results (weights of heads that are mixed)."""
     own, members = free_axes(e), [n for n in reductions(_without_statistics(r).body) if r.axis in free_axes(n)]
-    less = _count(own - free_axes(r)) <= FEATURES and _count({*own, r.axis}) < _count(free_axes(r))
+    less = count(own - free_axes(r)) <= FEATURES and count({*own, r.axis}) < count(free_axes(r))
     return less and bool(members) and all(free_axes(r) <= free_axes(n) for n in members)
 
 
-def _count(axes: Iterable[Axis]) -> int:
+def count(axes: Iterable[Axis]) -> int:
+    """How many elements have these axes."""
     return math.prod(a.extent for a in axes)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import reduce as folded
@@ -11,7 +10,7 @@ from ..build import op, reduce, rewrite, select, substitute
 from ..expr import Axis, Expr, Op, Reduce, free_axes, reductions
 from ..inner import factors
 from .fuse import Fused
-from .interchange import is_zero
+from .interchange import count, is_zero
 
 
 def of_positions(fused: Fused) -> Fused:
@@ -60,7 +59,7 @@ def _ordered(e: Expr) -> Expr:
         return e
     picked = _over(last, nest.picked, e.dtype)
     # What is stored for each position has to be less than what was stored for each pair, with features.
-    if _count(free_axes(picked)) >= _count(free_axes(nest.picked) | shared - nest.tested):
+    if count(free_axes(picked)) >= count(free_axes(nest.picked) | shared - nest.tested):
         return e
     out = folded(lambda a, b: op("mul", a, b, dtype=e.dtype), (*nest.outside, picked))
     return _over([*nest.batch, *(a for a in nest.axes if a not in last)], out, e.dtype)
@@ -150,7 +149,3 @@ def _hole(picked: Expr) -> Expr | None:
 
 def _axes(some: Iterable[Expr]) -> frozenset[Axis]:
     return frozenset().union(*map(free_axes, some))
-
-
-def _count(axes: Iterable[Axis]) -> int:
-    return math.prod(a.extent for a in axes)

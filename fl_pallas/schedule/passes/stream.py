@@ -217,8 +217,9 @@ def _differences(body: Expr, scope: Scope) -> list[Term]:
 
 def _parts(t: Term, dtype: str, scope: Scope) -> list[Term]:
     """`_differences` of what is taken about a running maximum: the weights are powers, times other factors."""
-    axes = frozenset[Axis]() if t.exponent is None else free_axes(t.exponent)
-    own = _difference(t.factors, axes, scope) if t.exponent is not None and dtype == "bf16" and not t.shifts else None
+    if t.exponent is None or t.shifts or dtype != "bf16":
+        return [t]
+    own = _difference(t.factors, free_axes(t.exponent), scope)
     if own is None:
         return [t]
     (a, b, sign), rest = own
@@ -233,12 +234,10 @@ def _difference(
     """What does not vary of a difference among factors that do, what varies, and the sign of the former; and the other
     factors, of which weights of these axes are one. None if there is none, or none of features."""
     for n, f in enumerate(found):
-        loaded = (
-            isinstance(f, Op) and f.name == "sub" and all(isinstance(a, Load) and a.dtype == "bf16" for a in f.args)
-        )
-        if not loaded:
+        if not isinstance(f, Op) or f.name != "sub":
             continue
-        assert isinstance(f, Op)
+        if not all(isinstance(a, Load) and a.dtype == "bf16" for a in f.args):
+            continue
         rest = (*found[:n], *found[n + 1 :])
         others = axes.union(*map(free_axes, rest))
         own, other, sign = (*f.args, 1.0) if scope.varies(f.args[1]) else (*f.args[::-1], -1.0)
