@@ -217,6 +217,10 @@ class _Compiled(OptimizedModule):
     def __reduce__(self) -> Any:
         return type(self), (self._orig_mod, self.dynamo_ctx, self.__dict__["backend"])
 
+    def __bool__(self) -> bool:
+        # TorchDynamo asks this of a module inside of another; PyTorch 2.11's answer is len(), an error without one.
+        return bool(self._orig_mod)
+
     def _initialize(self) -> None:
         super()._initialize()
         self.forward = _guarded(self.forward, self._orig_mod, self.__dict__["backend"])

@@ -29,7 +29,8 @@ def test_any_hash_seed() -> None:
     """A tie between two dimensions, decided by their place in a set, gave wrong gradients in one process of six."""
     root = Path(__file__).parents[1]
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, *(f"{k}={n}" for k, n in LENGTHS.items())]
-    settings = [{**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)} for seed in SEEDS]
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    settings = [{**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path} for seed in SEEDS]
     running = [subprocess.Popen(command, cwd=root, env=e, stdout=subprocess.PIPE, text=True) for e in settings]
     first, second = (p.communicate()[0] for p in running)
     assert all(p.returncode == 0 for p in running)
