@@ -62,6 +62,20 @@ class Bar:
         return "met so far" if self.missing else "met"
 
 
+def on_one_gpu(data: dict[str, Any]) -> Cells:
+    """The cells of a file, each with the "gpu" that ours ran on and without rivals that ran on another."""
+
+    def gpu(found: dict[str, Any]) -> str | None:
+        return data["runs"][found["run"]]["gpu"] if found else None
+
+    kept = {}
+    for name, cell in data["cells"].items():
+        where = gpu(cell["rivals"].get("ours", {}))
+        rivals = {r: found for r, found in cell["rivals"].items() if where in (None, gpu(found))}
+        kept[name] = {**cell, "gpu": where, "rivals": rivals}
+    return kept
+
+
 def entry(cells: Cells, name: str, rival: str, key: str = "ms") -> float:
     """A figure of the file; NaN where it is not there."""
     value = cells.get(name, {}).get("rivals", {}).get(rival, {}).get(key)
@@ -87,8 +101,9 @@ def speedups(cells: Cells, names: Iterable[str], *rivals: str, key: str = "ms") 
     ]
 
 
-def bars(measured: Cells) -> list[Bar]:
+def bars(data: dict[str, Any]) -> list[Bar]:
     """Every bar, in the order of the plan. What a file lacks of the suite counts as missing."""
+    measured = on_one_gpu(data) if data else {}
     cells = {name: measured.get(name, {"rivals": {}}) for name in EXPECTED}
     found = (_flex(cells), _others(cells), _decode(cells), _process(cells), _training(cells), _errors(cells))
     return [bar for group in found for bar in group]
@@ -150,7 +165,7 @@ def _sdpa_bandwidth(cells: Cells, name: str) -> float:
     """SDPA's without a mask, at the same shape; that of a window on the keys cut to the window."""
     variant, shape = name.split("/")[1], name.split("/", 2)[2]
     same = name if variant == "window" else f"decode/plain/{shape}"
-    return _bandwidth(cells, same, "sdpa")
+    return _bandwidth(cells, same, "sdpa") if cells[same].get("gpu") == cells[name].get("gpu") else math.nan
 
 
 def _process(cells: Cells) -> Iterator[Bar]:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import plots  # noqa: E402
-from benchmarks.bars import Bar, Cells, bars, entry  # noqa: E402
+from benchmarks.bars import Bar, Cells, bars, entry, on_one_gpu  # noqa: E402
 from benchmarks.cells import GROUPS  # noqa: E402
 from benchmarks.rivals import RIVALS  # noqa: E402
 
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given.docs.mkdir(parents=True, exist_ok=True)
     figures = plots.draw(data, given.docs / "figures")
     (given.docs / "performance.md").write_text(text(data, figures))
-    for bar in bars(data["cells"]):
+    for bar in bars(data):
         print(f"{bar.verdict:12s} {bar.against}: {bar.what}: {number(bar.figure)} of {number(bar.limit)} {bar.where}")
 
 
@@ -81,14 +81,14 @@ def text(data: dict[str, Any], figures: Sequence[str] = ()) -> str:
     runs = [data["runs"][n] for n in used]
     parts = ["# Performance", METHOD]
     parts += ["\n".join(_machines(runs)), *(f"![{name}](figures/{name}.svg)" for name in figures)]
-    found = bars(data["cells"])
+    found = bars(data)
     parts += ["## Bars", "\n".join(_bars(found))]
     if any(b.is_missed for b in found):
         parts += ["## Bars that are missed", "\n".join(_missed(found))]
     if NOTES.exists():
         parts.append(NOTES.read_text().strip())
     for group in GROUPS:
-        cells = {name: cell for name, cell in data["cells"].items() if name.split("/")[0] == group}
+        cells = {name: cell for name, cell in on_one_gpu(data).items() if name.split("/")[0] == group}
         if cells:
             parts += [f"## {TITLES[group]}", *_group(group, cells, data["runs"])]
     problems = list(_problems(data["cells"]))

@@ -137,7 +137,7 @@ def test_the_corpus_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bars() -> None:
-    found = {(b.against, b.what): b for b in bars.bars(synthetic()["cells"])}
+    found = {(b.against, b.what): b for b in bars.bars(synthetic())}
     mean = found["FlexAttention", "seven variants, geometric mean"]
     assert mean.figure == pytest.approx(math.exp((82 * math.log(2) + math.log(0.5)) / 83))
     assert mean.missing == 1 and mean.verdict == "met so far"
@@ -150,6 +150,17 @@ def test_bars() -> None:
     assert found["host time", "µs of a one-kernel call"].verdict == "met"
     assert found["200 lengths in one process", "time over the static kernel's"].figure == pytest.approx(1.1)
     assert found["SDPA's bandwidth", "decode, six variants"].figure == 2
+
+
+def test_what_ran_on_another_gpu_is_not_compared() -> None:
+    data = synthetic()
+    data["runs"].append({**data["runs"][0], "gpu": "another"})
+    for name, rival in (("ipa/S512", "compile"), ("decode/plain/B8/S8192", "ours"), ("decode/plain/B8/S8192", "sdpa")):
+        data["cells"][name]["rivals"][rival] |= {"run": 1, "ms": 1e-3}
+    found = {(b.against, b.what): b for b in bars.bars(data)}
+    assert found["torch.compile, the faster mode", "IPA"].figure == 2  # max-autotune's
+    bandwidth = found["SDPA's bandwidth", "decode, six variants"]
+    assert bandwidth.figure == 1 and bandwidth.missing == 4  # the cell's own, and not those that ask for it
 
 
 def test_bars_of_nothing() -> None:
@@ -165,7 +176,7 @@ def test_report(tmp_path: Path) -> None:
     assert "| FlexAttention | softcap | ≥ 1.8 | 2 |" in page
     assert "| flex/full/D128/S512 | FlexAttention | failed: it broke |" in page
     missed = page.partition("## Bars that are missed")[2].partition("\n## ")[0]
-    assert missed.count("\n| ") == 2 + sum(b.is_missed for b in bars.bars(synthetic()["cells"]))
+    assert missed.count("\n| ") == 2 + sum(b.is_missed for b in bars.bars(synthetic()))
     assert "too \\| large" in page and "nan" not in page
     for line in page.splitlines():
         if line.startswith("!["):
