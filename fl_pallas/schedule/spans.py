@@ -64,6 +64,8 @@ class _Spans:
         if name in _ORDER:
             return _ordered(name, left, right)
         equal = _each("and", _ordered("le", left, right), _ordered("ge", left, right), dtype="bool")
+        if _is_wide(left) or _is_wide(right):
+            equal = FALSE, equal[1]
         return equal if name == "eq" else _opposite(equal)
 
     def _sides(self, e: Op) -> tuple[str, Expr, Expr]:
@@ -195,6 +197,12 @@ def _ordered(name: str, left: Span, right: Span) -> Span:
     certain = op(name, left[1], right[0], dtype="bool")
     never = op("ge" if name == "lt" else "gt", left[0], right[1], dtype="bool")
     return certain, negate(never)
+
+
+def _is_wide(s: Span) -> bool:
+    """Whether a span is known to hold several integers."""
+    terms, width = linear(op("sub", s[1], s[0], dtype="i64")) if is_int(s[0].dtype) else ({}, 0)
+    return not terms and width > 0
 
 
 def _opposite(s: Span) -> Span:

@@ -212,6 +212,19 @@ def test_masks_without_data_are_left_alone() -> None:
     assert [p.name for plans in run.made.kernels for p in plans] == ["r0_k0"]
 
 
+def test_all_but_itself_empties_no_tile() -> None:
+    """A supervised contrastive loss: all other rows count, some of them twice."""
+
+    def fn(x: Tensor, label: Tensor) -> Tensor:
+        other = ~torch.eye(len(x), dtype=torch.bool)
+        scores = (x @ x.mT).masked_fill(~other, -torch.inf)
+        alike = (label[:, None] == label) & other
+        return (alike * scores.exp()).sum(-1) / scores.exp().sum(-1)
+
+    run = captured(fn, (torch.randn(LENGTH, 16), ids(LENGTH, 9)[0]))
+    assert "tiles" not in " ".join(p.name for plans in run.made.kernels for p in plans)
+
+
 def test_text(golden: Callable[[str], None]) -> None:
     run = captured(attention(PATTERNS["documents, causal"][0]), tensors("documents, causal"))
     golden("\n\n".join(plan_text(p) for plans in run.made.kernels for p in plans))

@@ -33,6 +33,7 @@ from ..expr import (
 from ..integer import floordiv, from_linear, is_inside, linear
 from ..program import Program, Value
 from .fuse import Fused, Output
+from .residual import with_residuals
 from .resolve_views import inlined
 
 # Ways of pairing the factors of two products that are looked at.
@@ -71,6 +72,7 @@ def exchange(
         if o.name in asked:  # and not for a sum another term of which is not known
             first.setdefault(o.axes, []).append(o)
     rest = tuple(Fused(tuple(replace(o, expr=substitute(o.expr, {}, held)) for o in g.outputs)) for g in groups)
+    rest = with_residuals(rest, {e: r for r, e in held.items() if isinstance(e, Load) and isinstance(r, Reduce)})
     return tuple(Fused(tuple(outputs)) for outputs in first.values()), rest
 
 

@@ -1,0 +1,129 @@
+"""What a row's sum is, beyond what its rounded result says of it.
+
+Where a sum is computed from a result (`exchange`), it is as exact as that is rounded. A gradient of a row and a feature
+bears it; but where all of a row is added up, as for a temperature, the terms cancel, and what is left of them may be
+less than that rounding makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from ..build import op, reduce, rewrite, select, substitute
+from ..dtype import is_float
+from ..expr import Axis, Expr, Index, Load, Op, Reduce, const, free_axes, load, loads, reductions, walk
+from .fuse import Fused, Output
+
+
+def with_residuals(groups: tuple[Fused, ...], near: Mapping[Load, Reduce]) -> tuple[Fused, ...]:
+    """Before: `sum[j](f(i, j, near[i]))`, with `near` a value close to a sum over j. After: that, and the sum's
+    difference from it times `sum[j](∂f/∂near)`; all of it are sums of one loop, and f is affine in `near`.
+
+    Sums over i then have the exact sum, which the kernel of the rows stores: a running sum may ask for the difference
+    of both, in which what is the same in both cancels.
+
+    Args:
+      groups: kernels that load what stands for sums.
+      near: the sums, by what stands for them.
+    """
+    for n, group in enumerate(groups):
+        for stands, exact in near.items():
+            if any(_is_of_rows(o, stands) for o in group.outputs):
+                groups = _with_exact(groups, n, stands, exact)
+    return groups
+
+
+def _is_of_rows(o: Output, stands: Load) -> bool:
+    """Whether an output has the rows that a sum is of."""
+    return stands in loads(o.expr) and all(isinstance(i, Index) and i.axis in o.axes for i in stands.index)
+
+
+def _with_exact(groups: tuple[Fused, ...], at: int, stands: Load, exact: Reduce) -> tuple[Fused, ...]:
+    """`groups`, one of which has the rows of a sum and stores it, if any of them has to correct something."""
+    corrected = tuple(_each(g, lambda e: _corrected(e, stands, exact)) for g in groups)
+    axes = tuple(i.axis for i in stands.index if isinstance(i, Index))
+    if corrected == groups or {*axes} != free_axes(exact) or len({*axes}) < len(axes):
+        return groups
+    added = Output(f"{stands.source}_exact", axes, stands.dtype, exact)
+    exactly = (_each(g, lambda e: _corrected(e, stands, exact, added.name)) for g in groups)
+    return tuple(Fused((*corrected[n].outputs, added)) if n == at else g for n, g in enumerate(exactly))
+
+
+def _each(g: Fused, change: Callable[[Expr], Expr]) -> Fused:
+    return Fused(tuple(replace(o, expr=change(o.expr)) for o in g.outputs))
+
+
+def _corrected(e: Expr, stands: Load, exact: Reduce, stored: str = "") -> Expr:
+    """`e` with sums along a row corrected; and, where the exact sum is `stored`, with that in sums over rows."""
+
+    def rule(n: Expr) -> Expr:
+        axes, body = _nest(n)
+        for m in loads(body) if axes else ():
+            if m.source != stands.source:
+                continue
+            own = frozenset().union(*map(free_axes, m.index))
+            rows, along = [a for a in axes if a in own], [a for a in axes if a not in own]
+            if rows and not along and stored and not _is_along(body, m, own):
+                exactly = load(stored, m.index, m.dtype)
+                return _summed(substitute(body, {}, {m: exactly}), axes, n.dtype)
+            slopes = _slopes(body, m) if along and free_axes(body) <= own.union(along) else None
+            if slopes is not None:
+                place = {i.axis: j for i, j in zip(stands.index, m.index, strict=True) if isinstance(i, Index)}
+                residual = op("sub", substitute(exact, place), m, dtype=n.dtype)
+                whole = _summed(body, along, n.dtype)
+                for slope in slopes:
+                    term = op("mul", residual, _summed(slope, along, n.dtype), dtype=n.dtype)
+                    whole = op("add", whole, term, dtype=n.dtype)
+                return _summed(whole, rows, n.dtype)
+        return n
+
+    return rewrite(e, rule)
+
+
+def _is_along(e: Expr, m: Load, own: frozenset[Axis]) -> bool:
+    """Whether `m`, of axes `own`, is in a sum over another."""
+    return any(r.axis not in own and m in loads(r.body) for r in reductions(e))
+
+
+def _nest(e: Expr) -> tuple[list[Axis], Expr]:
+    """The axes of sums of sums, the innermost first, and what they are of."""
+    axes: list[Axis] = []
+    while isinstance(e, Reduce) and e.kind == "sum" and is_float(e.dtype):
+        axes.insert(0, e.axis)
+        e = e.body
+    return axes, e
+
+
+def _summed(e: Expr, axes: Sequence[Axis], dtype: str) -> Expr:
+    for a in axes:
+        e = reduce("sum", a, e, dtype)
+    return e
+
+
+def _slopes(e: Expr, x: Expr) -> list[Expr] | None:
+    """Terms of the derivative of `e` by `x`; None if `e` is not affine in it."""
+    if e is x:
+        return [const(1.0, e.dtype)]
+    if x not in set(walk(e)):
+        return []
+    if not isinstance(e, Op) or not is_float(e.dtype):
+        return None
+    found = [_slopes(a, x) for a in e.args]
+    if None in found:
+        return None
+    inner = [s or [] for s in found]
+    dtype, args = e.dtype, e.args
+    if e.name == "add":
+        return [*inner[0], *inner[1]]
+    if e.name in ("sub", "neg"):
+        return [*(inner[0] if e.name == "sub" else ()), *(op("neg", s, dtype=dtype) for s in inner[-1])]
+    if e.name == "mul" and not (inner[0] and inner[1]):
+        other = args[0] if inner[1] else args[1]
+        return [op("mul", s, other, dtype=dtype) for s in (*inner[0], *inner[1])]
+    if e.name == "div" and not inner[1]:
+        return [op("div", s, args[1], dtype=dtype) for s in inner[0]]
+    if e.name == "select" and not inner[0]:
+        zero = const(0.0, dtype)
+        return [select(args[0], s, zero) for s in inner[1]] + [select(args[0], zero, s) for s in inner[2]]
+    return inner[0] if e.name in ("cast", "rounded") else None

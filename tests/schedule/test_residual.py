@@ -1,0 +1,113 @@
+"""Gradients of what all of a row's scores share: sums whose terms cancel, of rows known by a rounded result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import fl_pallas as fl
+from fl_pallas.schedule.build import op, reduce, substitute
+from fl_pallas.schedule.expr import Axis, Expr, Reduce, index, load, loads
+from fl_pallas.schedule.passes.fuse import Fused, Output
+from fl_pallas.schedule.passes.residual import with_residuals
+from fl_pallas.schedule.program import Value
+from tests.evaluate import evaluate_value
+from tests.oracle import check_gradients
+
+
+def attend(scores: Tensor, v: Tensor) -> Tensor:
+    return scores.float().softmax(-1).to(v.dtype) @ v
+
+
+def temperature(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    return attend((q @ k.mT).float() * t[:, None, None], v)
+
+
+def causal_slopes(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    i = torch.arange(q.shape[-2], device=q.device)
+    scores = (q @ k.mT).float() / 4 - t[:, None, None] * (i[:, None] - i) / 8
+    return attend(scores.masked_fill(i > i[:, None], -torch.inf), v)
+
+
+def of_columns(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    """Softmax over the first of two dimensions: keys are rows of the scores."""
+    weights = ((k @ q.mT).float() * t[:, None, None]).softmax(-2).to(v.dtype)
+    return weights.mT @ v
+
+
+def grouped(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    """One temperature for all heads, which share one head of keys."""
+    return attend((q @ k[:, :1].mT).float() * t[0], v[:, :1])
+
+
+def two_chains(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    """Differential attention: the temperature is of both."""
+    a, b = (attend((q @ x.mT).float() * t[:, None, None], v) for x in (k, v))
+    return a - b * t[0].to(v.dtype)
+
+
+PROGRAMS = (temperature, causal_slopes, of_columns, grouped, two_chains)
+
+
+@pytest.mark.parametrize("length", [33, 130])
+@pytest.mark.parametrize("fn", PROGRAMS)
+def test_gradients_as_exact_as_pytorchs(fn: Callable[..., Tensor], length: int, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(3)
+    draw = torch.randn(3, 2, 2, length, 16, generator=generator, dtype=torch.float64)
+    q, k, v = draw.to(torch.bfloat16).to(device)
+    t = (torch.rand(2, generator=generator) + 0.5).to(device)
+    check_gradients(fn, fl.compile(fn, fallback="error"), [q, k, v, t])
+
+
+def test_a_temperature_of_each_row_of_sharp_scores(device: torch.device) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+        return ((q @ k.mT) * t[..., None]).softmax(-1) @ v
+
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = torch.randn(3, 1, 2, 150, 16, generator=generator).to(device)
+    t = 10 * torch.rand(1, 2, 150, generator=generator).to(device) + 20
+    check_gradients(fn, fl.compile(fn, fallback="error"), [q, k, v, t])
+
+
+ROW, COLUMN, TERM = Axis("i", 5), Axis("j", 7), Axis("r", 7)
+NEAR = load("near", (index(ROW),), "f32")
+EXACT = reduce("sum", TERM, load("p", (index(ROW), index(TERM)), "f32"), "f32")
+ABOUT = op("sub", load("p", (index(ROW), index(COLUMN)), "f32"), NEAR, dtype="f32")
+
+
+def output(name: str, axes: tuple[Axis, ...], e: Expr, *summed: Axis) -> Output:
+    for a in summed:
+        e = reduce("sum", a, e, "f32")
+    return Output(name, axes, "f32", e)
+
+
+def test_sums_about_a_value_that_is_near() -> None:
+    """Rows are corrected, and all of them together in either order; columns hear of the exact sum."""
+    body = op("mul", load("x", (index(ROW), index(COLUMN)), "f32"), ABOUT, dtype="f32")
+    outputs = [output("rows", (ROW,), body, COLUMN), output("columns", (COLUMN,), body, ROW)]
+    outputs += [output("all", (), body, COLUMN, ROW), output("turned", (), body, ROW, COLUMN)]
+    assert isinstance(EXACT, Reduce)
+    near = {n: substitute(EXACT, {ROW: n.index[0]}) for o in outputs for n in loads(o.expr) if n.source == "near"}
+    groups = with_residuals(tuple(Fused((o,)) for o in outputs), near)  # type: ignore[arg-type]
+    rng = np.random.default_rng(0)
+    known = {"p": rng.random((5, 7)), "x": rng.random((5, 7)), "near": rng.random(5)}
+    for g in groups:
+        for o in sorted(g.outputs, key=lambda o: o.name != "near_exact"):
+            known[o.name] = evaluate_value(Value(o.name, o.axes, o.dtype, o.expr), known)
+    exact = known["x"] * (known["p"] - known["p"].sum(1, keepdims=True))
+    for name, wanted in (
+        ("rows", exact.sum(1)),
+        ("columns", exact.sum(0)),
+        ("all", exact.sum()),
+        ("turned", exact.sum()),
+    ):
+        np.testing.assert_allclose(known[name], wanted)
+
+
+def test_what_is_not_affine_stays() -> None:
+    groups = (Fused((output("rows", (ROW,), op("mul", ABOUT, ABOUT, dtype="f32"), COLUMN),)),)
+    assert isinstance(EXACT, Reduce) and with_residuals(groups, {NEAR: EXACT}) == groups  # type: ignore[dict-item]
