@@ -221,3 +221,16 @@ def test_sums_along_a_part_of_the_keys_leave_a_region(device: torch.device) -> N
     stored = {s.shape for plan in graph.kernels for s in plan.stores}
     assert {(2, side, side, 1, side), (2, side, side, side, 1)} <= stored
     assert all(a.extent != 2 * side - 1 for plan in graph.kernels if plan.loops for a in plan.grid)
+
+
+def chosen_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
+    """Scores that are written to at keys which are data, some of them twice."""
+    scores = q @ k.mT / 4
+    scores[..., keys] = -math.inf
+    return scores.softmax(-1) @ v
+
+
+def test_scores_written_at_positions_that_are_data(device: torch.device) -> None:
+    inputs = *(torch.randn(2, 2, 40, 16, device=device) for _ in range(3)), torch.tensor([0, 7, -1, 7], device=device)
+    run_and_check(chosen_keys, fl.compile(chosen_keys, fallback="error"), inputs)
+    check_gradients(chosen_keys, fl.compile(chosen_keys, fallback="error"), inputs)
