@@ -161,16 +161,29 @@ def grow_regions(program: Program) -> Growth:
     ]
     for region in regions:
         largest = max(given + 1, *(program.by_name[m].numel for m in region.members))
-        read = {r for m in region.members for r in program.by_name[m].reads}
+        laid_over = _laid_over(program, region)
         for v in program.values:
             # As large as the blow-up, and PyTorch makes it (the mask of a dropout): the kernel is no help there.
-            if v.expr is None and v.why and not v.borrowed and v.numel >= largest and v.name in read:
+            if v.expr is None and v.why and not v.borrowed and v.numel >= largest and v.name in laid_over:
                 rejected.append(Rejected(v, v, f"{v.why}; a kernel reads it", v.numel * itemsize(v.dtype)))
     # What a kernel computes along with its own may be stored all the same, for an operation of PyTorch's to read.
     fused = {name for r in regions for name in r.members} - {v.name for v, _ in _stored(program, regions)}
     rejected = [r for r in rejected if r.fused or r.value.name not in fused]
     # Where something is said already, that is the cause of more.
     return Growth(tuple(regions), tuple(rejected or itertools.islice(_left_large(program, regions), 1)))
+
+
+def _laid_over(program: Program, region: Region) -> set[str]:
+    """The region's large members, and what they are made of element by element, as by a mask. Operands of products are
+    not, which a short sequence may leave as large (queries, keys and values that a convolution makes)."""
+    found = {*region.large}
+    for v in reversed([program.by_name[m] for m in region.members]):
+        if v.name in found and v.expr is not None:
+            own = frozenset(v.axes)
+            wide = {a for a in own if a.extent > 1}
+            indexing = {n.source: frozenset().union(*map(free_axes, n.index)) for n in loads(v.expr)}
+            found |= {source for source, axes in indexing.items() if wide <= axes <= own}
+    return found
 
 
 def _left_large(program: Program, regions: list[Region]) -> Iterator[Rejected]:
