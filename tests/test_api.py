@@ -485,8 +485,13 @@ def test_a_mask_that_pytorch_draws_is_told(unwarned: None) -> None:
         scores = q @ k.mT
         return torch.softmax(scores + torch.randn_like(scores), -1) @ v
 
-    with pytest.warns(fl.FallbackWarning, match="randn_like.*will be materialised"):
-        fl.compile(noisy)(*qkv(128))
+    inputs = qkv(128)
+    with pytest.warns(fl.FallbackWarning, match="randn.*a kernel reads it.*will be materialised"):
+        torch.manual_seed(1)
+        out = fl.compile(noisy)(*inputs)
+    torch.manual_seed(1)
+    torch.testing.assert_close(out, noisy(*inputs))
+    assert fl.explain(noisy, *inputs).kernel_count == 1
 
 
 def test_a_convolution_in_front_is_not_told(unwarned: None) -> None:
