@@ -34,6 +34,7 @@ from .capture.drawn import give_back
 from .capture.joint import NOTHING, Compiler, Known, differentiable
 from .capture.narrow import narrow
 from .capture.numbers import Numbers, has_numbers, numbers_of
+from .capture.shapes import by_shape
 from .capture.writes import parts_between_writes, run_parts
 from .config import Config, config
 from .errors import FallbackWarning, InputError, Unsupported
@@ -545,6 +546,7 @@ def _functional(gm: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.Graph
         aten = to_aten(gm, args)
         if mutates_inputs(aten):
             return None
+        by_shape(aten)
         narrow(aten)
         give_back(aten, inner)
     return aten

@@ -485,8 +485,27 @@ def test_a_mask_that_pytorch_draws_is_told(unwarned: None) -> None:
         scores = q @ k.mT
         return torch.softmax(scores + torch.randn_like(scores), -1) @ v
 
-    with pytest.warns(fl.FallbackWarning, match="randn_like.*will be materialised"):
-        fl.compile(noisy)(*qkv(128))
+    inputs = qkv(128)
+    with pytest.warns(fl.FallbackWarning, match="randn.*a kernel reads it.*will be materialised"):
+        torch.manual_seed(1)
+        out = fl.compile(noisy)(*inputs)
+    torch.manual_seed(1)
+    torch.testing.assert_close(out, noisy(*inputs))
+    assert fl.explain(noisy, *inputs).kernel_count == 1
+
+
+def test_a_convolution_in_front_is_not_told(unwarned: None) -> None:
+    """Its result holds queries, keys and values, and may be as large as the scores of a short sequence."""
+
+    def convolved(x: Tensor, w: Tensor) -> Tensor:
+        q, k, v = torch.conv1d(x, w, padding=1).mT.unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        return (q @ k.mT / 4).softmax(-1) @ v
+
+    x, w = torch.randn(2, 32, 33), torch.randn(96, 32, 3) / 10
+    out = fl.compile(convolved)(x, w)
+    torch.testing.assert_close(out, convolved(x, w))
+    explained = fl.explain(convolved, x, w)
+    assert explained.kernel_count == 1 and not explained.fallbacks
 
 
 # --- settings -----------------------------------------------------------------------------------

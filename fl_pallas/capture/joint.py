@@ -28,6 +28,7 @@ from .distribute import distribute
 from .drawn import Inner, give_back
 from .narrow import narrow
 from .positions import by_position
+from .shapes import by_shape
 from .terms import offer_terms
 from .translate import translate
 
@@ -159,6 +160,7 @@ def differentiable(
 
         with unset_fake_temporarily():
             _set_to_zero(joint, _zero(joint))
+            by_shape(joint)
             narrow(joint)
             distribute(joint)
             results, _ = _outputs(joint, num_fwd_outputs)

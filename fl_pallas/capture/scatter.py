@@ -147,11 +147,30 @@ def _written(
     try:
         here, where = _found(wanted, places)
     except Unsupported as refusal:
-        if not accumulate:
+        if accumulate:
+            total = _sum(wanted, places, value, out.dtype, refusal)
+            return _put(out, old, build.TRUE, total, accumulate)
+        written = value(tuple(map(index, places)))
+        if not free_axes(written).isdisjoint(places):
             raise
-        total = _sum(wanted, places, value, out.dtype, refusal)
-        return _put(out, old, build.TRUE, total, accumulate)
+        return build.select(_any(wanted, places, refusal), written, old)
     return _put(out, old, here, value(where), accumulate)
+
+
+def _any(wanted: Sequence[tuple[Expr, Expr, int]], places: Sequence[Axis], refusal: Unsupported) -> Expr:
+    """Whether the positions that are wanted are those of any place.
+
+    Raises: `refusal` where rows have places of their own (what a row's `topk` found), and too many of them.
+    """
+    rows = frozenset().union(*(free_axes(i) for _, i, _ in wanted)).difference(places)
+    if rows and math.prod(p.extent for p in places) > MAX_ASKING:
+        raise refusal
+    here: Expr = build.TRUE
+    for target, i, n in wanted:
+        here = every(here, integer("eq", target, wrapped(i, n)))
+    for place in reversed(places):
+        here = build.reduce("any", place, here, "bool")
+    return here
 
 
 def _index_put(out: Spec, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> At:

@@ -309,6 +309,16 @@ INDEXING = {
         X,
         torch.tensor([[3], [0], [2]]),
     ),
+    "one_number_anywhere": lambda: (
+        lambda a, i: (
+            a.index_fill(1, i, 7.0),
+            a.index_put((i, i.flip(0)), torch.tensor(0.0, dtype=a.dtype)),
+            torch.ops.aten.index_put(a, (None, i), a[:, :1]),
+            a.scatter(1, i.expand(3, 3), 2.0),
+        ),
+        X,
+        torch.tensor([2, 0, 2]),
+    ),
     "added_to_one": lambda: (
         lambda a, i: (
             a.index_put((i,), a[:2], accumulate=True),
@@ -339,6 +349,7 @@ PUT_ANYWHERE = {
     "around zero": lambda a, i: a.index_put((torch.arange(-1, 2),), a),
     "quotients": lambda a, i: a.index_put((torch.arange(8) // 2, torch.arange(8) % 2), a[:, 0]),
     "a part": lambda a, i: a.scatter(1, torch.arange(2)[None], a[:1, :2]),
+    "many of each row": lambda a, i: a.repeat(1, 40).scatter(1, (a.repeat(1, 40) > 0).long().cumsum(1), 1.0),
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fl_pallas as fl
 from fl_pallas.schedule.plan import operand_names
-from tests.oracle import check_gradients, run_and_check
+from tests.oracle import check, check_gradients, run_and_check
 from tests.programs import BY_NAME
 from tests.unrun import unrun
 
@@ -221,3 +221,33 @@ def test_sums_along_a_part_of_the_keys_leave_a_region(device: torch.device) -> N
     stored = {s.shape for plan in graph.kernels for s in plan.stores}
     assert {(2, side, side, 1, side), (2, side, side, side, 1)} <= stored
     assert all(a.extent != 2 * side - 1 for plan in graph.kernels if plan.loops for a in plan.grid)
+
+
+def chosen_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor) -> Tensor:
+    """Scores that are written to at keys which are data, some of them twice."""
+    scores = q @ k.mT / 4
+    scores[..., keys] = -math.inf
+    return scores.softmax(-1) @ v
+
+
+def test_scores_written_at_positions_that_are_data(device: torch.device) -> None:
+    inputs = *(torch.randn(2, 2, 40, 16, device=device) for _ in range(3)), torch.tensor([0, 7, -1, 7], device=device)
+    run_and_check(chosen_keys, fl.compile(chosen_keys, fallback="error"), inputs)
+    check_gradients(chosen_keys, fl.compile(chosen_keys, fallback="error"), inputs)
+
+
+def largest_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT / 4
+    keep = torch.full_like(scores, -math.inf).scatter(-1, scores.topk(4, -1).indices, 0.0)
+    return (scores + keep).softmax(-1) @ v
+
+
+def test_scores_that_pytorch_sorts(device: torch.device) -> None:
+    """The kernel takes scores of its own, and the warning says that PyTorch's are stored all the same."""
+    inputs = tuple(torch.randn(2, 2, 40, 16, device=device) for _ in range(3))
+    with pytest.warns(fl.FallbackWarning, match=r"topk.*25.0 KiB will be materialised"):
+        out = fl.compile(largest_scores)(*inputs)
+    check(largest_scores, inputs, out)
+    explained = fl.explain(largest_scores, *inputs)
+    (kernel,) = explained.kernels
+    assert [s.shape for s in kernel.stores] == [(2, 2, 40, 16)]

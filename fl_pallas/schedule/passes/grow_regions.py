@@ -161,15 +161,29 @@ def grow_regions(program: Program) -> Growth:
     ]
     for region in regions:
         largest = max(given + 1, *(program.by_name[m].numel for m in region.members))
-        read = {r for m in region.members for r in program.by_name[m].reads}
+        laid_over = _laid_over(program, region)
         for v in program.values:
             # As large as the blow-up, and PyTorch makes it (the mask of a dropout): the kernel is no help there.
-            if v.expr is None and v.why and not v.borrowed and v.numel >= largest and v.name in read:
+            if v.expr is None and v.why and not v.borrowed and v.numel >= largest and v.name in laid_over:
                 rejected.append(Rejected(v, v, f"{v.why}; a kernel reads it", v.numel * itemsize(v.dtype)))
-    fused = {name for r in regions for name in r.members}
+    # What a kernel computes along with its own may be stored all the same, for an operation of PyTorch's to read.
+    fused = {name for r in regions for name in r.members} - {v.name for v, _ in _stored(program, regions)}
     rejected = [r for r in rejected if r.fused or r.value.name not in fused]
     # Where something is said already, that is the cause of more.
     return Growth(tuple(regions), tuple(rejected or itertools.islice(_left_large(program, regions), 1)))
+
+
+def _laid_over(program: Program, region: Region) -> set[str]:
+    """The region's large members, and what they are made of element by element, as by a mask. Operands of products are
+    not, which a short sequence may leave as large (queries, keys and values that a convolution makes)."""
+    found = {*region.large}
+    for v in reversed([program.by_name[m] for m in region.members]):
+        if v.name in found and v.expr is not None:
+            own = frozenset(v.axes)
+            wide = {a for a in own if a.extent > 1}
+            indexing = {n.source: frozenset().union(*map(free_axes, n.index)) for n in loads(v.expr)}
+            found |= {source for source, axes in indexing.items() if wide <= axes <= own}
+    return found
 
 
 def _left_large(program: Program, regions: list[Region]) -> Iterator[Rejected]:
@@ -177,6 +191,25 @@ def _left_large(program: Program, regions: list[Region]) -> Iterator[Rejected]:
     PyTorch or the backward pass to read, or by PyTorch, which puts tensors, or positions, together.
     """
     limit = given_or_returned(program, program.saved)
+    for v, region in _stored(program, regions):
+        if v.numel <= ROUNDED_UP * limit:
+            continue
+        others = [r for r in regions if r is not region]
+        if region is not None and (
+            root_of(program, v.name) in _finished_large(program, region) or _is_bias(program, v, others)
+        ):
+            reader = next((program.by_name[u] for u in program.users[v.name] if u not in region.members), v)
+            why = "the backward pass reads it" if reader is v else "PyTorch computes it; a kernel stores what it reads"
+            yield Rejected(v, reader, why, v.numel * itemsize(v.dtype), fused=True)
+        elif region is None and is_outer(v) and not _is_stacked(v):
+            yield Rejected(v, v, "it is no part of what a kernel computes", v.numel * itemsize(v.dtype))
+        elif v.expr is None and v.reads and v.numel > BLOWN_UP * limit:
+            yield Rejected(v, v, v.why or "no rule says what it computes", v.numel * itemsize(v.dtype))
+
+
+def _stored(program: Program, regions: list[Region]) -> Iterator[tuple[Value, Region | None]]:
+    """The values that results are made of, but for what a region keeps to itself; and the region that makes each, if
+    one does."""
     maker = {name: region for region in regions for name in region.outputs}
     seen: set[str] = set()
     stack = [*program.outputs]
@@ -185,22 +218,10 @@ def _left_large(program: Program, regions: list[Region]) -> Iterator[Rejected]:
         if name in seen:
             continue
         seen.add(name)
-        v, region = program.by_name[name], maker.get(name)
+        region = maker.get(name)
+        yield program.by_name[name], region
         members = () if region is None else region.members
         stack += [r for m in members or (name,) for r in program.by_name[m].reads if r not in members]
-        if v.numel <= ROUNDED_UP * limit:
-            continue
-        others = [r for r in regions if r is not region]
-        if region is not None and (
-            root_of(program, name) in _finished_large(program, region) or _is_bias(program, v, others)
-        ):
-            reader = next((program.by_name[u] for u in program.users[name] if u not in members), v)
-            why = "the backward pass reads it" if reader is v else "PyTorch computes it; a kernel stores what it reads"
-            yield Rejected(v, reader, why, v.numel * itemsize(v.dtype), fused=True)
-        elif region is None and is_outer(v) and not _is_stacked(v):
-            yield Rejected(v, v, "it is no part of what a kernel computes", v.numel * itemsize(v.dtype))
-        elif v.expr is None and v.reads and v.numel > BLOWN_UP * limit:
-            yield Rejected(v, v, v.why or "no rule says what it computes", v.numel * itemsize(v.dtype))
 
 
 def _is_stacked(v: Value) -> bool:
