@@ -32,6 +32,7 @@ from .capture import kernels_device, translate
 from .capture.aten import mutates_inputs, to_aten
 from .capture.drawn import give_back
 from .capture.joint import NOTHING, Compiler, Known, differentiable
+from .capture.laid import lay_as_pytorch
 from .capture.narrow import narrow
 from .capture.numbers import Numbers, has_numbers, numbers_of
 from .capture.writes import parts_between_writes, run_parts
@@ -265,6 +266,7 @@ class Backend:
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         settings, end = config.merged(**self.given), _early_end(gm)
+        lay_as_pytorch(gm)
         # TorchDynamo's guards hold everything fixed unless some size is symbolic.
         fixed = not any(map(_is_symbolic, example_inputs))
 

@@ -213,8 +213,8 @@ def differentiable(
     with config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True):
         try:
             return compiler(_opened(gm), inputs), passes
-        except RuntimeError as error:
-            # PyTorch itself refuses only once a gradient is asked for.
+        except (RuntimeError, ValueError, IndexError) as error:
+            # PyTorch itself refuses only once a gradient is asked for, or in other words.
             raise Unsupported("the graph", f"its gradient cannot be traced: {error}") from error
 
 
