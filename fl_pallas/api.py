@@ -543,10 +543,10 @@ def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
 
 def _functional(gm: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.GraphModule | None:
     """The graph in ATen operations; None if it writes to an input."""
+    aten = to_aten(gm, args)
+    if mutates_inputs(aten):
+        return None
     with torch.no_grad():
-        aten = to_aten(gm, args)
-        if mutates_inputs(aten):
-            return None
         narrow(aten)
         give_back(aten, inner)
     return aten

@@ -243,6 +243,21 @@ def test_gradients_inside() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_transforms_inside(trained: bool, mode: type) -> None:
+    """Gradients that the function itself takes of what needs none outside of it are not zero."""
+
+    def pulled(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        out, pull = torch.func.vjp(attention, q, k, v)
+        return out, *pull(out.detach()), torch.func.grad(lambda q: attention(q, k, v).square().sum())(q)
+
+    x = [t.detach().requires_grad_(trained) for t in qkv()]
+    with mode():
+        same(fl.compile(pulled)(*x), pulled(*x))
+
+
+@pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")
 def test_gradients_that_are_turned_on_inside() -> None:
     """Forces are evaluated so: PyTorch computes what kernels would compute without gradients."""
 

@@ -41,7 +41,8 @@ def test_a_view_of_heads_side_by_side(dynamic: bool, device: torch.device) -> No
 def test_a_view_of_flex_attentions(device: torch.device) -> None:
     x = [torch.randn(2, 40, 32, device=device) for _ in range(3)]
     found = fl.compile(viewed_flex, fallback="error")(*x)
-    want = F.scaled_dot_product_attention(*map(heads, x)).transpose(1, 2).reshape(x[0].shape)
+    q, k, v = map(heads, x)
+    want = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x[0].shape)
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 
 
