@@ -62,6 +62,11 @@ def _aminmax(x: torch.Tensor, *, dim: int | None = None, keepdim: bool = False) 
     return x.amin(dims, keepdim), x.amax(dims, keepdim)
 
 
+def _zeros_and_scatter(shape: list[int], indices: list[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    """The gradient of a tensor that a function of `flex_attention` reads at positions."""
+    return aten.index_put(values.new_zeros(shape), indices, values, accumulate=True)
+
+
 # On CPUs, log_sigmoid hands its backward pass a buffer that is not read; of nll_loss, the backward pass asks for the
 # sum of weights alone, and PyTorch would compute all log-probabilities with it.
 _OPENED = {
@@ -69,6 +74,7 @@ _OPENED = {
     **get_decompositions((aten.log_sigmoid_forward, aten.nll_loss_forward, aten.nll_loss2d_forward)),
     aten._cdist_backward.default: _distance_backward,
     aten.aminmax.default: _aminmax,
+    torch.ops.flex_lib.zeros_and_scatter.default: _zeros_and_scatter,
 }
 
 
