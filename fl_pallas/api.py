@@ -32,6 +32,7 @@ from .capture import kernels_device, translate
 from .capture.aten import mutates_inputs, to_aten
 from .capture.drawn import give_back
 from .capture.joint import NOTHING, Compiler, Known, differentiable
+from .capture.laid import lay_as_pytorch
 from .capture.narrow import narrow
 from .capture.numbers import Numbers, has_numbers, numbers_of
 from .capture.shapes import by_shape
@@ -48,7 +49,7 @@ from .schedule.passes.keep import inner, keep
 from .schedule.passes.vanish import vanishing
 from .schedule.pipeline import Schedule, computed_again, schedule
 from .schedule.plan import KernelPlan
-from .schedule.program import Program, Value, left_to_pytorch
+from .schedule.program import Program, Value, left_to_pytorch, with_parameters
 from .schedule.target import HOPPER, Target, target_of
 
 # How often both passes of a graph are planned.
@@ -266,6 +267,7 @@ class Backend:
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         settings, end = config.merged(**self.given), _early_end(gm)
+        lay_as_pytorch(gm)
         # TorchDynamo's guards hold everything fixed unless some size is symbolic.
         fixed = not any(map(_is_symbolic, example_inputs))
 
@@ -542,10 +544,10 @@ def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
 
 def _functional(gm: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.GraphModule | None:
     """The graph in ATen operations; None if it writes to an input."""
+    aten = to_aten(gm, args)
+    if mutates_inputs(aten):
+        return None
     with torch.no_grad():
-        aten = to_aten(gm, args)
-        if mutates_inputs(aten):
-            return None
         by_shape(aten)
         narrow(aten)
         give_back(aten, inner)
@@ -561,8 +563,8 @@ def _scheduled(
 ) -> Schedule:
     """What becomes of a functional graph."""
     with torch.no_grad():
-        program = replace(_marked(translate(aten), aten, args), facts=known.facts, saved=known.saved)
-        program = left_to_pytorch(program, known.left)
+        program = with_parameters(translate(aten), known.parameters | _parameters(aten, args))
+        program = replace(left_to_pytorch(program, known.left), facts=known.facts, saved=known.saved)
     return schedule(program, _target(args), lambda *entry: history.append(entry), verify=settings.verify)
 
 
@@ -668,12 +670,10 @@ def _left(gm: torch.fx.GraphModule) -> list[str]:
     ]
 
 
-def _marked(program: Program, aten: torch.fx.GraphModule, args: Sequence[Any]) -> Program:
-    """`program` with the inputs that are parameters marked as such."""
+def _parameters(aten: torch.fx.GraphModule, args: Sequence[Any]) -> frozenset[str]:
+    """Names of the inputs that are parameters."""
     names = [n.name for n in aten.graph.nodes if n.op == "placeholder"]
-    parameters = {n for n, a in zip(names, args, strict=True) if isinstance(a, torch.nn.Parameter)}
-    values = tuple(replace(v, op="parameter") if v.name in parameters else v for v in program.values)
-    return replace(program, values=values)
+    return frozenset(n for n, a in zip(names, args, strict=True) if isinstance(a, torch.nn.Parameter))
 
 
 def _unfit(args: Sequence[Any]) -> str | None:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import fl_pallas as fl
 from fl_pallas.bridge import autograd
 
-from .oracle import leaves
+from .oracle import check_gradients, leaves
 from .programs import BY_NAME
 from .training import Block, attention
 from .unrun import unrun
@@ -185,6 +185,32 @@ def test_regions_end_at_the_projections(name: str) -> None:
     assert len(forward.kernels) == 1 and 2 <= len(backward.kernels) <= 3, str(explanation)
 
 
+class LowRank(nn.Module):
+    """Self-attention whose tokens and output have an update of low rank (LoRA) beside a weight that is frozen."""
+
+    def __init__(self, width: int = 32, rank: int = 4):
+        super().__init__()
+        self.base, self.out = (nn.Linear(width, n * width).requires_grad_(False) for n in (3, 1))
+        self.down, self.up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.base(x + self.up(self.down(x))).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        y = attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.out(y) + self.up(self.down(y))
+
+
+def test_updates_of_low_rank_are_layers() -> None:
+    """What leads from few features to many is a product with a weight in both passes, and no blow-up."""
+    layer, x = LowRank(), torch.randn(2, 130, 32)
+    with unrun():
+        explanation = fl.explain(layer, x)
+    assert not explanation.fallbacks, str(explanation)
+    forward, backward = explanation.graphs
+    assert len(forward.kernels) == 1 and len(backward.kernels) <= 3, str(explanation)
+    layer.requires_grad_(True)
+    check_gradients(layer, fl.compile(layer, fallback="error"), [x])
+
+
 def l1_kernel(x: Tensor, centres: Tensor, values: Tensor) -> Tensor:
     return (-torch.cdist(x, centres, p=1.0)).softmax(-1) @ values
 
@@ -240,6 +266,21 @@ def test_gradients_inside() -> None:
 
     x = qkv()
     same([fl.compile(force)(*x)], [force(*x)])
+
+
+@pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_transforms_inside(trained: bool, mode: type) -> None:
+    """Gradients that the function itself takes of what needs none outside of it are not zero."""
+
+    def pulled(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        out, pull = torch.func.vjp(attention, q, k, v)
+        return out, *pull(out.detach()), torch.func.grad(lambda q: attention(q, k, v).square().sum())(q)
+
+    x = [t.detach().requires_grad_(trained) for t in qkv()]
+    with mode():
+        same(fl.compile(pulled)(*x), pulled(*x))
 
 
 @pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")

@@ -151,7 +151,8 @@ def to_aten(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphMo
     run: Any = Opener(gm).run
     if any(_is_transform(n) for n in gm.graph.nodes):
         # PyTorch makes operations in place functional by a transform of this kind, which must not lie around another.
-        whole = _traced(run, fakes, mode)
+        # Where gradients are off around it, `torch.func.grad` in the graph would find zeros.
+        whole = _traced(run, fakes, mode, torch.is_grad_enabled())
         run = functools.partial(_retrace, whole)
     out = _trace(run, fakes, mode)
     if any(_writes(n) for n in out.graph.nodes):
@@ -175,8 +176,8 @@ def _trace(run: Any, fakes: list[Any], mode: FakeTensorMode) -> torch.fx.GraphMo
     return _traced(torch.func.functionalize(run, remove="mutations"), fakes, mode)
 
 
-def _traced(run: Any, fakes: list[Any], mode: FakeTensorMode) -> torch.fx.GraphModule:
-    with mode, torch.no_grad():
+def _traced(run: Any, fakes: list[Any], mode: FakeTensorMode, gradients: bool = False) -> torch.fx.GraphModule:
+    with mode, torch.set_grad_enabled(gradients):
         try:
             out = make_fx(run, decomposition_table=_KERNELS, tracing_mode="real")(*fakes)
         except (FlPallasError, RecursionError):

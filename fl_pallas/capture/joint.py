@@ -21,7 +21,7 @@ from ..schedule.build import substitute
 from ..schedule.expr import Expr, load, loads
 from ..schedule.passes.joins import given_or_returned
 from ..schedule.passes.keep import Compared, Kept
-from ..schedule.program import Program, Value, left_to_pytorch
+from ..schedule.program import Program, Value, left_to_pytorch, with_parameters
 from .aten import Opener
 from .copies import read_copy
 from .distribute import distribute
@@ -63,6 +63,11 @@ def _aminmax(x: torch.Tensor, *, dim: int | None = None, keepdim: bool = False) 
     return x.amin(dims, keepdim), x.amax(dims, keepdim)
 
 
+def _zeros_and_scatter(shape: list[int], indices: list[torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    """The gradient of a tensor that a function of `flex_attention` reads at positions."""
+    return aten.index_put(values.new_zeros(shape), indices, values, accumulate=True)
+
+
 # On CPUs, log_sigmoid hands its backward pass a buffer that is not read; of nll_loss, the backward pass asks for the
 # sum of weights alone, and PyTorch would compute all log-probabilities with it.
 _OPENED = {
@@ -70,6 +75,7 @@ _OPENED = {
     **get_decompositions((aten.log_sigmoid_forward, aten.nll_loss_forward, aten.nll_loss2d_forward)),
     aten._cdist_backward.default: _distance_backward,
     aten.aminmax.default: _aminmax,
+    torch.ops.flex_lib.zeros_and_scatter.default: _zeros_and_scatter,
 }
 
 
@@ -85,11 +91,13 @@ class Known:
       facts: what some of its inputs are, in terms of others.
       saved: names of the results that only the backward pass reads.
       left: names of values that no kernel is to compute.
+      parameters: names of inputs that are parameters, which the fakes of a pass do not tell.
     """
 
     facts: tuple[Value, ...] = ()
     saved: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()
+    parameters: frozenset[str] = frozenset()
 
 
 NOTHING = Known()
@@ -150,13 +158,14 @@ def differentiable(
     """
     facts: list[Value] = []
     returned = 0
+    parameters = frozenset[str]()
 
     def parted(joint: GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[GraphModule, GraphModule]:
-        nonlocal returned, left
-        returned = num_fwd_outputs
+        nonlocal returned, left, parameters
+        returned, parameters = num_fwd_outputs, _parameters(joint, inputs)
 
         def read(unread: Collection[str] = ()) -> Program:
-            return left_to_pytorch(translate(joint, unread), left)
+            return with_parameters(left_to_pytorch(translate(joint, unread), left), parameters)
 
         with unset_fake_temporarily():
             _set_to_zero(joint, _zero(joint))
@@ -164,7 +173,12 @@ def differentiable(
             narrow(joint)
             distribute(joint)
             results, _ = _outputs(joint, num_fwd_outputs)
-            give_back(joint, lambda p: inner(replace(p, outputs=tuple(n for n in results if n in p.by_name))))
+
+            def drawn(p: Program) -> frozenset[str]:
+                p = replace(p, outputs=tuple(n for n in results if n in p.by_name))
+                return inner(with_parameters(p, parameters))
+
+            give_back(joint, drawn)
             program = read()
             if zeros := vanishing(program, *_results(joint, num_fwd_outputs, program)):
                 _set_to_zero(joint, zeros)
@@ -196,12 +210,14 @@ def differentiable(
 
     def forward_pass(gm: GraphModule, args: Sequence[Any]) -> Boxed:
         results, saved = map(frozenset, _outputs(gm, returned))
-        passes.forward = _pass(gm, lambda: forward(gm, args, Known(saved=saved - results, left=left)))
+        passes.forward = _pass(
+            gm, lambda: forward(gm, args, Known(saved=saved - results, left=left, parameters=parameters))
+        )
         return _with_own_results(passes.forward.call, returned)
 
     def backward_pass(gm: GraphModule, args: Sequence[Any]) -> Boxed:
         gm = _without_needs(gm)
-        passes.backward = _pass(gm, lambda: backward(gm, args, Known(tuple(facts), left=left)))
+        passes.backward = _pass(gm, lambda: backward(gm, args, Known(tuple(facts), left=left, parameters=parameters)))
         return passes.backward.call
 
     compiler = aot_autograd(
@@ -215,9 +231,17 @@ def differentiable(
     with config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True):
         try:
             return compiler(_opened(gm), inputs), passes
-        except RuntimeError as error:
-            # PyTorch itself refuses only once a gradient is asked for.
+        except (RuntimeError, ValueError, IndexError) as error:
+            # PyTorch itself refuses only once a gradient is asked for, or in other words.
             raise Unsupported("the graph", f"its gradient cannot be traced: {error}") from error
+
+
+def _parameters(joint: GraphModule, inputs: Sequence[Any]) -> frozenset[str]:
+    """Names of the inputs that are parameters; none where AOTAutograd gives the graph others."""
+    given = [n.name for n in joint.graph.find_nodes(op="placeholder") if not n.name.startswith("tangents")]
+    if len(given) != len(inputs):
+        return frozenset()
+    return frozenset(n for n, x in zip(given, inputs) if isinstance(x, torch.nn.Parameter))
 
 
 def _pass(gm: GraphModule, compiled: Callable[[], Callable[..., Any]]) -> Pass:

@@ -106,3 +106,8 @@ def left_to_pytorch(program: Program, names: frozenset[str]) -> Program:
         replace(v, expr=None, why="it is kept for the backward pass") if v.name in names else v for v in program.values
     )
     return replace(program, values=tuple(values))
+
+
+def with_parameters(program: Program, names: frozenset[str]) -> Program:
+    """`program` with the inputs that are parameters marked as such."""
+    return replace(program, values=tuple(replace(v, op="parameter") if v.name in names else v for v in program.values))

@@ -73,6 +73,18 @@ def test_is_trained(fn: Callable[..., Tensor], device: torch.device, monkeypatch
     same(found, want)
 
 
+def test_what_a_function_reads_is_trained(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_validate_device", lambda *_: None)
+
+    def learned(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + table[h, i - j + N - 1])
+
+    given = [t.requires_grad_() for t in (*qkv(device), TABLE.to(device, copy=True))]
+    found = torch.autograd.grad(fl.compile(learned, fallback="error")(*given).square().sum(), given)
+    want = by_hand(*given[:3], lambda s, i, j: s + given[3][:, i - j + N - 1])  # type: ignore[arg-type]
+    same(found, torch.autograd.grad(want.square().sum(), given))
+
+
 def test_sums_of_rows_and_shared_keys(device: torch.device) -> None:
     def with_sums(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return flex_attention(q, k[:, :1], v[:, :1], enable_gqa=True, return_lse=True)
