@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..build import op, substitute
-from ..dtype import itemsize
+from ..dtype import is_int, itemsize
 from ..expr import Axis, Const, Expr, Index, Load, Op, free_axes, index, load, loads, reductions, walk
 from ..program import Program, Value, depends
 from .epilogue import with_epilogue, with_sparing_epilogue
@@ -203,6 +203,8 @@ def _left_large(program: Program, regions: list[Region]) -> Iterator[Rejected]:
             yield Rejected(v, reader, why, v.numel * itemsize(v.dtype), fused=True)
         elif region is None and is_outer(v) and not _is_stacked(v):
             yield Rejected(v, v, "it is no part of what a kernel computes", v.numel * itemsize(v.dtype))
+        elif region is None and is_int(v.dtype) and v.expr is not None and reductions(v.expr):
+            yield Rejected(v, v, "a product of integers that floats may not hold", v.numel * itemsize(v.dtype))
         elif v.expr is None and v.reads and v.numel > BLOWN_UP * limit:
             yield Rejected(v, v, v.why or "no rule says what it computes", v.numel * itemsize(v.dtype))
 

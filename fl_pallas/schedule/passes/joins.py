@@ -12,6 +12,7 @@ from ..dtype import is_float
 from ..expr import Axis, Index, Load, Op, const, free_axes, loads, reductions, walk
 from ..program import Program, Value, depends
 from .resolve_views import root_of
+from .whole import is_in_floats
 
 # A contraction with a weight longer than this is a projection even if its result is coupled.
 MAX_WEIGHT_CONTRACTION = 256
@@ -40,7 +41,9 @@ class Seed:
 
 def join(program: Program, v: Value) -> Seed | None:
     """The two sides of `v` if it joins values that each have an axis the other lacks."""
-    if v.expr is None or v.is_view or not (is_float(v.dtype) or v.dtype == "bool" and _is_counted(program, v)):
+    if v.expr is None or v.is_view:
+        return None
+    if not (is_float(v.dtype) or is_in_floats(v.expr) or v.dtype == "bool" and _is_counted(program, v)):
         return None
     indices = {m for n in loads(v.expr) for i in n.index for m in loads(i)}
     found = [n for n in loads(v.expr) if n not in indices]  # what a table is read at (token ids) is no operand

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from ..build import substitute
-from ..dtype import is_float, itemsize
+from ..dtype import is_float, is_int, itemsize
 from ..expr import Const, Expr, Load, const, free_axes, load, loads, raw_op
 from ..program import Program, Value, reads_of
+from .whole import in_floats
 
 
 def inline_load(node: Load, value: Value) -> Expr:
@@ -42,6 +43,7 @@ def resolve_views(program: Program, kept: Set[str] = frozenset(), rounded: Set[s
                 n: new for n in loads(expr) if n.source not in kept and (new := _resolved(n, out[n.source])) is not n
             }:
                 expr = substitute(expr, {}, dict(found))
+            expr = in_floats(expr) if is_int(v.dtype) else expr
             v = replace(v, expr=expr, reads=reads_of(expr))
         out[v.name] = v
     values = (_picked(v) if _is_picked(program, v) else v for v in out.values())
