@@ -37,6 +37,7 @@ from .capture.narrow import narrow
 from .capture.numbers import Numbers, has_numbers, numbers_of
 from .capture.shapes import by_shape
 from .capture.writes import parts_between_writes, run_parts
+from .classes import compiled_class
 from .config import Config, config
 from .errors import FallbackWarning, InputError, Unsupported
 from .explain import Explanation, Fallback, Graph, Stage
@@ -83,7 +84,8 @@ def compile(
     Use as `fl.compile(fn)`, `@fl.compile` or `@fl.compile(...)`.
 
     Args:
-      fn: what to compile. A module comes back as a module that shares its parameters and buffers.
+      fn: what to compile. A module comes back as a module that shares its parameters and buffers; a class of modules
+        as one whose instances are compiled.
       fallback: "torch" runs what cannot be fused in PyTorch, with one warning; "error" raises Unsupported.
       road: "auto", "dlpack" (through JAX's runtime) or "direct" (launched on PyTorch's stream).
       interpret: run kernels in Pallas's interpreter; by default only for CPU tensors.
@@ -97,13 +99,17 @@ def compile(
 
     Returns: a callable with the same arguments and results as `fn`.
 
-    Raises: ConfigError for a setting that is not allowed. Calls of the result raise InputError for
-      arguments that PyTorch would refuse.
+    Raises: ConfigError for a setting that is not allowed; TypeError for what is no function, module or class of
+      modules. Calls of the result raise InputError for arguments that PyTorch would refuse.
     """
     given = {"fallback": fallback, "road": road, "interpret": interpret, "tune": tune, "rest": rest}
     config.merged(**given)
     if fn is None:
         return lambda f: compile(f, dynamic=dynamic, **given)
+    if isinstance(fn, type) and issubclass(fn, torch.nn.Module):
+        return compiled_class(fn, lambda call: _compiled(call, Backend(given), dynamic))
+    if isinstance(fn, type) or not callable(fn):
+        raise TypeError(f"fl.compile takes a function, a module or a class of modules, and no {fn!r}")
     return _compiled(fn, Backend(given), dynamic)
 
 

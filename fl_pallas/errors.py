@@ -22,8 +22,9 @@ class FlPallasError(Exception):
     """Base of every error raised by fl_pallas."""
 
 
-class InputError(FlPallasError, ValueError):
-    """The arguments of a compiled function do not fit it (shape, dtype, device)."""
+class InputError(FlPallasError, ValueError, RuntimeError):
+    """The arguments of a compiled function do not fit it (shape, dtype, device); PyTorch raises a RuntimeError then, as
+    a rule, and a ValueError for some."""
 
 
 class ConfigError(FlPallasError, ValueError):

@@ -1239,6 +1239,20 @@ def test_explain_looks_into_what_is_compiled_inside() -> None:
     assert fl.explain(outer, torch.randn(2, 33, 32)).kernel_count == 1
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_results_that_are_views_lie_as_pytorchs(grad: bool, device: torch.device) -> None:
+    def fn(x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in x.chunk(3, -1))
+        out = (q @ k.mT).softmax(-1) @ v
+        same = F.scaled_dot_product_attention(q, k, v)
+        return out, out.mT, same, same.transpose(1, 2)
+
+    x = torch.randn(2, 40, 96, device=device, requires_grad=grad)
+    found, wanted = fl.compile(fn)(x), fn(x)
+    assert [o.stride() for o in found] == [o.stride() for o in wanted]
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
 def test_explain_says_what_kernels_store_between_them() -> None:
     """A gate from all channels of a message, times that message: the gates of all pairs are kept."""
 

@@ -169,6 +169,7 @@ class _Translation:
             reads,
             why,
             projection=node.target in reduction.PROJECTIONS,
+            turned=not val.is_contiguous(),
             borrowed=expr is None and schema is not None and any(r.alias_info for r in schema.returns),
             where=_where(node),
         )

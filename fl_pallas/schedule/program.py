@@ -24,6 +24,7 @@ class Value:
       reads: names of the values it is computed from.
       why: for extern values, why it has no expression.
       borrowed: for extern values, whether it is a view: its memory is another's.
+      turned: whether PyTorch lays it in another order than that of its dimensions: a view that is PyTorch's to make.
       projection: a product with a weight (linear, addmm) that belongs to PyTorch unless fed by a blow-up or normalised.
       where: the user's source line.
     """
@@ -36,6 +37,7 @@ class Value:
     reads: tuple[str, ...] = ()
     why: str = ""
     borrowed: bool = False
+    turned: bool = False
     projection: bool = False
     where: SourceLoc | None = None
 

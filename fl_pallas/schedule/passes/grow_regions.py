@@ -524,15 +524,18 @@ def _leaves(program: Program, name: str, members: set[str]) -> bool:
 
 
 def _presented(program: Program, name: str, members: set[str]) -> str:
-    """The view through which alone the outside sees `name`, where that view keeps every axis whole."""
+    """The view through which alone the outside sees `name`, where it keeps every axis whole and lies in the order of
+    its axes, as kernels store it."""
+    stored = name
     while True:
         users = [u for u in program.users[name] if u not in members]
         if name in program.outputs or len(users) != 1:
-            return name
+            return stored
         view = program.by_name[users[0]]
         if not view.is_view or view.numel != program.by_name[name].numel:
-            return name
+            return stored
         assert view.expr is not None
         if uses_division(view.expr):
-            return name
+            return stored
         name = view.name
+        stored = stored if view.turned else name
