@@ -14,11 +14,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 FLEX = torch.ops.higher_order.flex_attention
+_MOVES = ("transpose", "permute", "swapaxes", "swapdims", "movedim", "moveaxis", "squeeze", "unsqueeze")
 
 
 def lay_as_pytorch(gm: GraphModule) -> None:
     """Put the layout of results of attention functions into a graph, as TorchDynamo captures it."""
-    for node in [n for n in gm.graph.nodes if _is_attention(n) and _has_heads_inside(n.meta.get("example_value"))]:
+    attention = [n for n in gm.graph.nodes if _is_attention(n) and _has_heads_inside(n.meta.get("example_value"))]
+    for node in filter(_is_seen, attention):
         with gm.graph.inserting_before(node.next):
             turned = gm.graph.call_method("transpose", (node, -3, -2))
             laid = gm.graph.call_method("contiguous", (turned,))
@@ -27,6 +29,12 @@ def lay_as_pytorch(gm: GraphModule) -> None:
             made.meta["stack_trace"] = node.meta.get("stack_trace")
         node.replace_all_uses_with(back, lambda user, turned=turned: user is not turned)
     gm.recompile()
+
+
+def _is_seen(n: Node) -> bool:
+    """Whether it matters how a tensor lies: it is returned, or viewed in another shape. Other operations copy it."""
+    moved = (u for u in n.users if getattr(u.target, "__name__", u.target) in _MOVES)
+    return any(u.op == "output" or u.target in ("view", "view_as") for u in n.users) or any(map(_is_seen, moved))
 
 
 def _is_attention(n: Node) -> bool:

@@ -507,7 +507,8 @@ class Evaluator:
         wide = self.wide(free_axes(r.body) | {r.axis})
         if is_sequential(r, wide) or not self._gathers() and as_sheared(r.body, r.axis, wide) is not None:
             return self._sequential(r)
-        return self.reduce_tile(r.kind, r.body, r.axis, r.dtype)
+        found = self.reduce_tile(r.kind, r.body, r.axis, r.dtype)
+        return Tile(found.array != 0, found.axes) if r.kind in ("any", "all") else found
 
     def _gathers(self) -> bool:
         """Whether elements of a tile can be picked by an index."""

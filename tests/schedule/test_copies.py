@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fl_pallas as fl
+from fl_pallas.capture import laid
 from tests.oracle import check, check_gradients
 from tests.unrun import unrun
 
@@ -62,7 +63,13 @@ OTHERS: list[Callable] = [by_head, read_twice, returned_too, read_by_a_kernel]
 
 @pytest.mark.parametrize("fn", COPIED)
 @pytest.mark.parametrize("training", [False, True])
-def test_nothing_is_copied(fn: Callable, training: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_nothing_is_copied(
+    fn: Callable, training: bool, inside: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However PyTorch's own attention lays heads: on GPUs they lie side by side."""
+    if inside:
+        monkeypatch.setattr(laid, "_has_heads_inside", lambda fake: True)
     inputs = [t.requires_grad_(training) for t in draw(device)]
     with unrun():
         graphs = fl.explain(fn, *inputs).graphs

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fl_pallas as fl
 from fl_pallas.schedule.plan import operand_names
+from tests.kernels.test_cubins import compiled, kernels_made
 from tests.oracle import check, check_gradients, run_and_check
 from tests.programs import BY_NAME
 from tests.unrun import unrun
@@ -234,6 +235,14 @@ def test_scores_written_at_positions_that_are_data(device: torch.device) -> None
     inputs = *(torch.randn(2, 2, 40, 16, device=device) for _ in range(3)), torch.tensor([0, 7, -1, 7], device=device)
     run_and_check(chosen_keys, fl.compile(chosen_keys, fallback="error"), inputs)
     check_gradients(chosen_keys, fl.compile(chosen_keys, fallback="error"), inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_positions_that_are_data_compile(dtype: torch.dtype) -> None:
+    """Whether any of them is an element's is a bool, in Triton IR as well."""
+    inputs = [*(torch.randn(2, 2, 40, 16, dtype=dtype).requires_grad_() for _ in range(3)), torch.tensor([0, 7, -1, 7])]
+    made = kernels_made(chosen_keys, inputs)
+    assert len(made) == 3 and all(compiled(plan, lower, 90).registers for plan, lower in made)
 
 
 def largest_scores(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
