@@ -57,6 +57,8 @@ def test_a_view_of_flex_attentions(device: torch.device) -> None:
 @pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")
 def test_what_pytorch_refuses_once_it_runs(device: torch.device) -> None:
     """In its own words, whether gradients are asked for or not."""
+    if device.type == "cuda":
+        pytest.skip("PyTorch's attention for GPUs takes any probability")
 
     def dropped(q: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, q, q, dropout_p=1.5)
