@@ -12,8 +12,11 @@ from dataclasses import replace
 
 from ..build import op, reduce, rewrite, select, substitute
 from ..dtype import is_float
-from ..expr import Axis, Expr, Index, Load, Op, Reduce, const, free_axes, load, loads, reductions, walk
+from ..expr import Axis, Expr, Index, Load, Op, Reduce, const, free_axes, load, loads, reductions
 from .fuse import Fused, Output
+
+# Of a derivative, each of which has a sum of its own.
+MAX_TERMS = 8
 
 
 def with_residuals(groups: tuple[Fused, ...], near: Mapping[Load, Reduce]) -> tuple[Fused, ...]:
@@ -101,18 +104,20 @@ def _summed(e: Expr, axes: Sequence[Axis], dtype: str) -> Expr:
     return e
 
 
-def _slopes(e: Expr, x: Expr) -> list[Expr] | None:
-    """Terms of the derivative of `e` by `x`; None if `e` is not affine in it."""
+def _slopes(e: Expr, x: Load) -> list[Expr] | None:
+    """Terms of the derivative of `e` by `x`; None if `e` is not affine in it, or they are many."""
     if e is x:
         return [const(1.0, e.dtype)]
-    if x not in set(walk(e)):
+    if x not in loads(e):
         return []
     if not isinstance(e, Op) or not is_float(e.dtype):
         return None
-    found = [_slopes(a, x) for a in e.args]
-    if None in found:
-        return None
-    inner = [s or [] for s in found]
+    inner: list[list[Expr]] = []
+    for a in e.args:
+        found = _slopes(a, x)
+        if found is None or sum(map(len, inner)) + len(found) > MAX_TERMS:
+            return None
+        inner.append(found)
     dtype, args = e.dtype, e.args
     if e.name == "add":
         return [*inner[0], *inner[1]]
