@@ -50,7 +50,16 @@ def two_chains(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     return a - b * t[0].to(v.dtype)
 
 
-PROGRAMS = (temperature, causal_slopes, of_columns, grouped, two_chains)
+def with_a_sink(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    """Of which the gradient is made of rows, too, and tells the exact sum from the one that is near."""
+    i = torch.arange(q.shape[-2], device=q.device)
+    scores = (q @ k.mT).float() / 4 - t[:, None, None] * (i[:, None] - i) / 8
+    scores = scores.masked_fill(i > i[:, None], -torch.inf)
+    scores = torch.cat([scores, t[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return scores.softmax(-1)[..., :-1].to(v.dtype) @ v
+
+
+PROGRAMS = (temperature, causal_slopes, of_columns, grouped, two_chains, with_a_sink)
 
 
 @pytest.mark.parametrize("length", [33, 130])

@@ -25,7 +25,7 @@ def tabulate(first: tuple[Fused, ...], groups: tuple[Fused, ...], name: str, com
 
     Returns: all kernels.
     """
-    own_results = {o.name for kernel in first for o in kernel.outputs}
+    own_results = {o.name for kernel in (*first, *groups) for o in kernel.outputs}
     every = dict.fromkeys(e for g in groups for o in g.outputs for e in walk(o.expr) if _is_costly(e))
     costly = [e for e in every if own_results.isdisjoint(n.source for n in loads(e))]
     tables: dict[Expr, Output] = {}
