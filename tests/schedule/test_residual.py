@@ -33,6 +33,12 @@ def causal_slopes(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     return attend(scores.masked_fill(i > i[:, None], -torch.inf), v)
 
 
+def slopes(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+    """Of which the gradient is summed over the batch before it is multiplied by positions."""
+    i = torch.arange(q.shape[-2], device=q.device)
+    return attend((q @ k.mT).float() / 4 - t[:, None, None] * (i[:, None] - i) / 8, v)
+
+
 def of_columns(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     """Softmax over the first of two dimensions: keys are rows of the scores."""
     weights = ((k @ q.mT).float() * t[:, None, None]).softmax(-2).to(v.dtype)
@@ -59,7 +65,7 @@ def with_a_sink(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
     return scores.softmax(-1)[..., :-1].to(v.dtype) @ v
 
 
-PROGRAMS = (temperature, causal_slopes, of_columns, grouped, two_chains, with_a_sink)
+PROGRAMS = (temperature, causal_slopes, slopes, of_columns, grouped, two_chains, with_a_sink)
 
 
 @pytest.mark.parametrize("length", [33, 130])

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ..build import op, reduce, rewrite, select, substitute
 from ..dtype import is_float
-from ..expr import Axis, Expr, Index, Load, Op, Reduce, const, free_axes, load, loads, reductions
+from ..expr import Axis, Expr, Index, Load, Op, Reduce, const, free_axes, load, loads, raw_reduce, reductions
 from .fuse import Fused, Output
 
 # Of a derivative, each of which has a sum of its own.
@@ -90,12 +90,25 @@ def _is_along(e: Expr, m: Load, own: frozenset[Axis]) -> bool:
 
 
 def _nest(e: Expr) -> tuple[list[Axis], Expr]:
-    """The axes of sums of sums, the innermost first, and what they are of."""
+    """The axes of sums of sums, the innermost first, and what they are of. A factor of a sum is one of its terms (of a
+    slope's gradient, positions are, of a sum over a batch)."""
     axes: list[Axis] = []
-    while isinstance(e, Reduce) and e.kind == "sum" and is_float(e.dtype):
-        axes.insert(0, e.axis)
-        e = e.body
+    while isinstance(inner := _multiplied_out(e) if axes else e, Reduce) and inner.kind == "sum" and is_float(e.dtype):
+        axes.insert(0, inner.axis)
+        e = inner.body
     return axes, e
+
+
+def _multiplied_out(e: Expr) -> Expr:
+    """A product of a sum as the sum of products."""
+    if isinstance(e, Op) and e.name in ("mul", "div", "neg"):
+        ways = enumerate(e.args[:1] if e.name == "div" else e.args)
+        for n, s in ((n, _multiplied_out(a)) for n, a in ways):
+            others = e.args[:n] + e.args[n + 1 :]
+            if isinstance(s, Reduce) and s.kind == "sum" and all(s.axis not in free_axes(a) for a in others):
+                term = op(e.name, *e.args[:n], s.body, *e.args[n + 1 :], dtype=e.dtype)
+                return raw_reduce("sum", s.axis, term, e.dtype)
+    return e
 
 
 def _summed(e: Expr, axes: Sequence[Axis], dtype: str) -> Expr:
