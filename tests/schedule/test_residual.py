@@ -15,8 +15,10 @@ from fl_pallas.schedule.expr import Axis, Expr, Reduce, index, load, loads
 from fl_pallas.schedule.passes.fuse import Fused, Output
 from fl_pallas.schedule.passes.residual import with_residuals
 from fl_pallas.schedule.program import Value
+from fl_pallas.schedule.text import plan_text
 from tests.evaluate import evaluate_value
 from tests.oracle import check_gradients
+from tests.unrun import unrun
 
 
 def attend(scores: Tensor, v: Tensor) -> Tensor:
@@ -126,3 +128,13 @@ def test_sums_about_a_value_that_is_near() -> None:
 def test_what_is_not_affine_stays() -> None:
     groups = (Fused((output("rows", (ROW,), op("mul", ABOUT, ABOUT, dtype="f32"), COLUMN),)),)
     assert isinstance(EXACT, Reduce) and with_residuals(groups, {NEAR: EXACT}) == groups  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("fn", [temperature, slopes, with_a_sink])
+def test_the_kernel_of_the_queries_has_all_of_it(fn: Callable[..., Tensor]) -> None:
+    q, k, v = torch.randn(3, 2, 2, 130, 16).bfloat16()
+    inputs = [x.requires_grad_() for x in (q, k, v, torch.rand(2))]
+    with unrun():
+        plans = [p for g in fl.explain(fn, *inputs).graphs for p in g.kernels]
+    # One for the queries and all row sums, one for keys and values.
+    assert sum("tangents" in plan_text(p) and bool(p.loops) for p in plans) == 2

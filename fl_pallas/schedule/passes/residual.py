@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ..build import op, reduce, rewrite, select, substitute
+from ..build import op, reduce, select, substitute, with_children
 from ..dtype import is_float
-from ..expr import Axis, Expr, Index, Load, Op, Reduce, const, free_axes, load, loads, raw_reduce, reductions
+from ..expr import Axis, Expr, Index, Load, Op, Reduce, children, const, free_axes, load, loads, raw_reduce, reductions
 from .fuse import Fused, Output
 
 # Of a derivative, each of which has a sum of its own.
@@ -81,7 +81,16 @@ def _corrected(e: Expr, stands: Load, exact: Reduce, stored: str = "") -> Expr:
                 return _summed(whole, rows, n.dtype)
         return n
 
-    return rewrite(e, rule)
+    memo: dict[Expr, Expr] = {}
+
+    def visit(n: Expr) -> Expr:
+        # The outermost sums first: one over rows may be inside of one along them.
+        if n not in memo:
+            made = rule(n)
+            memo[n] = with_children(n, tuple(map(visit, children(n)))) if made is n else made
+        return memo[n]
+
+    return visit(e)
 
 
 def _is_along(e: Expr, m: Load, own: frozenset[Axis]) -> bool:
