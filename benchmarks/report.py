@@ -87,8 +87,9 @@ def text(data: dict[str, Any], figures: Sequence[str] = ()) -> str:
         parts += ["## Bars that are missed", "\n".join(_missed(found))]
     if NOTES.exists():
         parts.append(NOTES.read_text().strip())
+    alike = on_one_gpu(data)
     for group in GROUPS:
-        cells = {name: cell for name, cell in on_one_gpu(data).items() if name.split("/")[0] == group}
+        cells = {name: cell for name, cell in alike.items() if name.split("/")[0] == group}
         if cells:
             parts += [f"## {TITLES[group]}", *_group(group, cells, data["runs"])]
     problems = list(_problems(data["cells"]))

@@ -31,7 +31,7 @@ from .bridge.splice import RegionRunner, one_by_one, splice, with_reshapes
 from .capture import kernels_device, translate
 from .capture.aten import mutates_inputs, to_aten
 from .capture.drawn import give_back
-from .capture.joint import NOTHING, Compiler, Known, differentiable
+from .capture.joint import NOTHING, Compiler, Known, differentiable, parameters_of
 from .capture.laid import lay_as_pytorch
 from .capture.narrow import narrow
 from .capture.numbers import Numbers, has_numbers, numbers_of
@@ -569,7 +569,7 @@ def _scheduled(
 ) -> Schedule:
     """What becomes of a functional graph."""
     with torch.no_grad():
-        program = with_parameters(translate(aten), known.parameters | _parameters(aten, args))
+        program = with_parameters(translate(aten), known.parameters | parameters_of(aten, args))
         program = replace(left_to_pytorch(program, known.left), facts=known.facts, saved=known.saved)
     return schedule(program, _target(args), lambda *entry: history.append(entry), verify=settings.verify)
 
@@ -674,12 +674,6 @@ def _left(gm: torch.fx.GraphModule) -> list[str]:
         for n in gm.graph.nodes
         if n.op == "call_function" and str(n.target).startswith(("aten", "fl_pallas"))
     ]
-
-
-def _parameters(aten: torch.fx.GraphModule, args: Sequence[Any]) -> frozenset[str]:
-    """Names of the inputs that are parameters."""
-    names = [n.name for n in aten.graph.nodes if n.op == "placeholder"]
-    return frozenset(n for n, a in zip(names, args, strict=True) if isinstance(a, torch.nn.Parameter))
 
 
 def _unfit(args: Sequence[Any]) -> str | None:

@@ -28,7 +28,7 @@ def compiled_class(cls: type[nn.Module], compiled: Callable[[Any], Any]) -> type
         return kept[KEPT]
 
     def state(self: nn.Module) -> dict[str, Any]:
-        return {name: value for name, value in cls.__getstate__(self).items() if name != KEPT}  # type: ignore[union-attr]
+        return {name: value for name, value in cls.__getstate__(self).items() if name != KEPT}
 
     # What PyTorch's Module.compile would set on an instance, which its calls go through.
     body = {"_compiled_call_impl": property(call), "__getstate__": state, "__module__": cls.__module__}

@@ -162,7 +162,7 @@ def differentiable(
 
     def parted(joint: GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[GraphModule, GraphModule]:
         nonlocal returned, left, parameters
-        returned, parameters = num_fwd_outputs, _parameters(joint, inputs)
+        returned, parameters = num_fwd_outputs, parameters_of(joint, inputs)
 
         def read(unread: Collection[str] = ()) -> Program:
             return with_parameters(left_to_pytorch(translate(joint, unread), left), parameters)
@@ -236,9 +236,9 @@ def differentiable(
             raise Unsupported("the graph", f"its gradient cannot be traced: {error}") from error
 
 
-def _parameters(joint: GraphModule, inputs: Sequence[Any]) -> frozenset[str]:
-    """Names of the inputs that are parameters; none where AOTAutograd gives the graph others."""
-    given = [n.name for n in joint.graph.find_nodes(op="placeholder") if not n.name.startswith("tangents")]
+def parameters_of(gm: GraphModule, inputs: Sequence[Any]) -> frozenset[str]:
+    """Names of the inputs, but for tangents, that are parameters; none where AOTAutograd gives the graph others."""
+    given = [n.name for n in gm.graph.find_nodes(op="placeholder") if not n.name.startswith("tangents")]
     if len(given) != len(inputs):
         return frozenset()
     return frozenset(n for n, x in zip(given, inputs) if isinstance(x, torch.nn.Parameter))

@@ -109,7 +109,7 @@ def test_sums_about_a_value_that_is_near() -> None:
     outputs += [output("all", (), body, COLUMN, ROW), output("turned", (), body, ROW, COLUMN)]
     assert isinstance(EXACT, Reduce)
     near = {n: substitute(EXACT, {ROW: n.index[0]}) for o in outputs for n in loads(o.expr) if n.source == "near"}
-    groups = with_residuals(tuple(Fused((o,)) for o in outputs), near)  # type: ignore[arg-type]
+    groups = with_residuals(tuple(Fused((o,)) for o in outputs), near)
     rng = np.random.default_rng(0)
     known = {"p": rng.random((5, 7)), "x": rng.random((5, 7)), "near": rng.random(5)}
     for g in groups:
@@ -127,7 +127,7 @@ def test_sums_about_a_value_that_is_near() -> None:
 
 def test_what_is_not_affine_stays() -> None:
     groups = (Fused((output("rows", (ROW,), op("mul", ABOUT, ABOUT, dtype="f32"), COLUMN),)),)
-    assert isinstance(EXACT, Reduce) and with_residuals(groups, {NEAR: EXACT}) == groups  # type: ignore[dict-item]
+    assert isinstance(EXACT, Reduce) and with_residuals(groups, {NEAR: EXACT}) == groups
 
 
 @pytest.mark.parametrize("fn", [temperature, slopes, with_a_sink])
