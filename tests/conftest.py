@@ -122,9 +122,11 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """The same random numbers for each test, and none of the last one's captured graphs or warnings."""
+    """The same random numbers for each test, and none of the last one's captured graphs, warnings or GPUs."""
     torch.manual_seed(0)
     api._warned.clear()
+    if torch.cuda.is_initialized():
+        torch.cuda.set_device(0)  # JAX leaves the one on which it last did something
     yield
     torch.compiler.reset()
 
