@@ -170,6 +170,7 @@ class _Translation:
             why,
             projection=node.target in reduction.PROJECTIONS,
             turned=not val.is_contiguous(),
+            scanned=_scanned(node) if expr is None else None,
             borrowed=expr is None and schema is not None and any(r.alias_info for r in schema.returns),
             where=_where(node),
         )
@@ -179,6 +180,15 @@ class _Translation:
         for n in node.all_input_nodes:
             found.update(dict.fromkeys((n.name,) if n.name in self.values else self.sources.get(n, ())))
         return tuple(found)
+
+
+def _scanned(node: Node) -> int | None:
+    """The dimension along which `node` is a running sum of floats; None if it is none."""
+    if node.target is not aten.cumsum.default:
+        return None
+    x = node.args[0].meta["val"]  # type: ignore[union-attr]
+    floats = x.is_floating_point() and node.meta["val"].is_floating_point()
+    return int(node.args[1]) % x.dim() if floats and x.dim() else None  # type: ignore[arg-type]
 
 
 def _loaded(name: str, shape: tuple[int, ...], dtype: str) -> Tensor:

@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxlib.mlir import ir
 
 _GATHER, _EXTREME, _DIRECT = "fl_pallas gather", "fl_pallas extreme ", "fl_pallas direct"
+_BACKWARDS = "fl_pallas backwards"
 _EXTREMES = {"max": "arith.maximumf", "min": "arith.minimumf"}
 
 
@@ -50,6 +51,11 @@ def direct(loaded: Array) -> Array:
     return _named(_DIRECT, loaded.dtype, loaded)
 
 
+def summed_from_the_end(x: Array, axis: int) -> Array:
+    """Running sums along `axis`, from its end on."""
+    return _named(_BACKWARDS, x.dtype, jnp.cumsum(x, axis=axis))
+
+
 def _named(name: str, dtype: Any, *args: Array) -> Array:
     result = jax.ShapeDtypeStruct(args[-1].shape, dtype)
     (out,) = plgpu.elementwise_inline_asm(name, args=args, constraints="", pack=1, result_shape_dtypes=[result])
@@ -69,6 +75,11 @@ def with_native(entry: list[Any]) -> None:
             op.erase()
         elif text == _GATHER:
             _gathered(op)
+        elif text == _BACKWARDS:
+            scan = op.operands[0].owner
+            scan.attributes["reverse"] = ir.BoolAttr.get(True)
+            op.results[0].replace_all_uses_with(scan.results[0])
+            op.erase()
         elif text == _DIRECT:
             op.results[0].replace_all_uses_with(_directly(op.operands[0].owner))
             op.erase()

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from ..errors import ScheduleError
+from ..errors import ScheduleError, Unsupported
 from ..schedule.build import op, select, substitute
 from ..schedule.dtype import is_float, itemsize
 from ..schedule.expr import (
@@ -56,8 +56,9 @@ from ..schedule.inner import (
 )
 from ..schedule.integer import bounds, from_linear, is_inside, linear
 from ..schedule.magnitude import magnitude
+from ..schedule.scan import BLOCK, RUNNING, scanned_axis
 from .blocks import Block, Blocks, block_load, block_shape, flattened
-from .native import direct, extreme, gather
+from .native import direct, extreme, gather, summed_from_the_end
 from .pointwise import POINTWISE
 from .turn import turned
 
@@ -334,6 +335,8 @@ class Evaluator:
         return Tile(along if start is None else along + start, (axis,))
 
     def _op(self, e: Op) -> Tile:
+        if e.name in RUNNING:
+            return self._running(e)
         args = [self.eval(a) for a in e.args]
         axes = self.sorted_axes({a for t in args for a in t.axes})
         arrays = [self.spread(t, axes) for t in args]
@@ -360,6 +363,39 @@ class Evaluator:
         if e.name in ("max", "min"):
             return Tile(self.combined(e.name, *arrays), axes)
         return Tile(POINTWISE[e.name](*arrays), axes)
+
+    def _running(self, e: Op) -> Tile:
+        """What comes before the tile, or after it, and what the tile itself has up to each of its indices."""
+        body, place, before = e.args
+        axis = scanned_axis(e)
+        back = e.name == "running_back"
+        axes = self.sorted_axes(free_axes(body) | {axis})
+        start, side = self.start(axis), self.side(axis)
+        if side < min(BLOCK, axis.extent):
+            raise Unsupported("a running sum", "its blocks are wider than tiles")
+        at = axes.index(axis)
+        x = self.spread(self.eval(body), axes)
+        inside = self.within(axis)
+        if inside is not None:
+            x = jnp.where(self.spread(inside, axes), x, jnp.zeros_like(x))
+        if not back:
+            sums = jnp.cumsum(x, axis=at)
+        elif self.interpret:
+            sums = lax.cumsum(x, axis=at, reverse=True)
+        elif self.blocks is not None:
+            sums = summed_from_the_end(x, at)
+        else:
+            sums = jnp.sum(x, axis=at, keepdims=True) - jnp.cumsum(x, axis=at) + x
+        first = jnp.int32(0) if start is None else start
+        last = jnp.minimum(first + jnp.int32(side - 1), jnp.asarray(self.extent(axis), jnp.int32) - jnp.int32(1))
+        self.push({axis: last if back else first}, {axis: 1})
+        try:
+            outer = self.eval(before)
+            others = tuple(a for a in axes if a != axis)
+            outer = Tile(self.spread(outer, others), others)
+        finally:
+            self.pop()
+        return Tile(sums + self.spread(outer, axes), axes)
 
     def combined(self, kind: str, a: Array, b: Array) -> Array:
         """Partial reductions put together: two tiles of one shape."""

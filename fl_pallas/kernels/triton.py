@@ -40,6 +40,7 @@ from ..schedule.plan import (
     operand_names,
     step_expressions,
 )
+from ..schedule.scan import RUNNING
 from .blocks import Blocks
 from .pointwise import POINTWISE
 from .tile import FIRST, JNP, Evaluator, Operand, Scope, Tile, identity_of, never, seen
@@ -83,7 +84,7 @@ def check_supported(plan: KernelPlan, interpret: bool) -> None:
     for e in expressions(plan):
         for n in walk(e):
             name = getattr(n, "name", "cast")
-            if type(n).__name__ == "Op" and name != "cast" and name not in POINTWISE:
+            if type(n).__name__ == "Op" and name != "cast" and name not in (*POINTWISE, *RUNNING):
                 raise Unsupported(name, "no tile operation computes it")
             if not interpret and n.dtype == "f64" and free_axes(n):
                 raise Unsupported("float64", "kernels compute in float32 on the GPU; float64 runs in PyTorch")

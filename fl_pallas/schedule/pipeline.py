@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ..errors import Unsupported
 from .dtype import compute_dtype, is_float, itemsize
 from .expr import Expr
 from .passes.align import align
@@ -22,7 +23,7 @@ from .passes.exchange import exchange
 from .passes.expand_squares import expand_squares
 from .passes.fuse import Fused, Output, fuse
 from .passes.group_rows import group_features, group_rows
-from .passes.grow_regions import Region, Rejected
+from .passes.grow_regions import Growth, Region, Rejected
 from .passes.hold import hold
 from .passes.interchange import interchange
 from .passes.itself import itself
@@ -34,6 +35,7 @@ from .passes.picked import picked
 from .passes.places import places
 from .passes.prologue import into_prologues
 from .passes.rounded import grow_rounded
+from .passes.scans import grow_scanned
 from .passes.share import lend, loading, share
 from .passes.skip_tiles import skip_tiles
 from .passes.split_loop import split_loop
@@ -96,8 +98,26 @@ def schedule(
     if verify:
         verify_program(program)
     record("program", partial(program_text, program))
-    viewed = program
-    program, growth, rounded = grow_rounded(viewed)
+    opened, *grown = grow_scanned(program)
+    try:
+        return _scheduled(opened, *grown, target, record, verify)
+    except Unsupported:
+        if opened is program:
+            raise
+        # Whatever a scan stood in the way of: it is PyTorch's, and what it reads is stored.
+        return _scheduled(program, *grow_rounded(program), target, record, verify)
+
+
+def _scheduled(
+    viewed: Program,
+    program: Program,
+    growth: Growth,
+    rounded: frozenset[str],
+    target: Target,
+    record: Record,
+    verify: bool,
+) -> Schedule:
+    """Run all passes behind the growth of regions."""
     program, growth = store_copies(viewed, program, growth, rounded)
     if verify:
         verify_program(program)

@@ -9,6 +9,9 @@ from functools import cached_property
 from ..errors import SourceLoc
 from .expr import Axis, Expr, loads
 
+PART = "a scan's sums"
+"""The operation of what kernels store of a running sum: sums of blocks, and of what comes before each (scans.py)."""
+
 
 @dataclass(frozen=True)
 class Value:
@@ -25,6 +28,7 @@ class Value:
       why: for extern values, why it has no expression.
       borrowed: for extern values, whether it is a view: its memory is another's.
       turned: whether PyTorch lays it in another order than that of its dimensions: a view that is PyTorch's to make.
+      scanned: for extern values that are running sums of one float tensor, the dimension they run along.
       projection: a product with a weight (linear, addmm) that belongs to PyTorch unless fed by a blow-up or normalised.
       where: the user's source line.
     """
@@ -37,6 +41,7 @@ class Value:
     reads: tuple[str, ...] = ()
     why: str = ""
     borrowed: bool = False
+    scanned: int | None = None
     turned: bool = False
     projection: bool = False
     where: SourceLoc | None = None

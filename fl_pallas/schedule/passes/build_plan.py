@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from ...errors import Unsupported
 from ..expr import Axis, Expr, free_axes
 from ..plan import Accumulator, KernelPlan, Loop, Store
+from ..scan import scanned_axes
 from ..target import Target
 from .bound_loops import bound_loop
 from .choose import choose, product_bytes, roles
@@ -22,11 +24,16 @@ def build_plan(
 
     Axes whose tile covers them whole (features, head dimensions) are no loops and take no grid
     dimension: the paper's tiling-aware dimension elimination.
+
+    Raises: Unsupported if tiles do not hold an axis along which a running sum goes.
     """
     exprs: list[Expr] = [s.expr for s in stores]
     exprs += [s.update for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
     kinds = roles(parallel, loops, stores)
-    choices, *others = choose(kinds, loops, stores, product_bytes(kinds, loops, stores), target)
+    scanned = scanned_axes(exprs)
+    if scanned & {*kinds.batch}:
+        raise Unsupported(name, "a running sum goes along an axis that is taken one index at a time")
+    choices, *others = choose(kinds, loops, stores, product_bytes(kinds, loops, stores), target, scanned)
     tiled = frozenset(a for a, n in choices.tiles if n > 1)
     used = frozenset().union(*(free_axes(e) for e in exprs), *(s.axes for s in stores))
     grid = tuple(a for a in parallel if a.extent > 1 and a in used)

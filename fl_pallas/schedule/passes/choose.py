@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 
 from ..dtype import is_float, itemsize
@@ -22,6 +23,7 @@ from ..inner import (
     power_of_two,
 )
 from ..plan import Accumulator, Anchor, Choices, Loop, Store
+from ..scan import BLOCK
 from ..target import Target
 
 MIN_TILE = 16
@@ -194,7 +196,12 @@ TIGHT = 1.6
 
 
 def choose(
-    kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ...], bytes_: int, target: Target
+    kinds: Roles,
+    loops: tuple[Loop, ...],
+    stores: tuple[Store, ...],
+    bytes_: int,
+    target: Target,
+    scanned: Set[Axis] = frozenset(),
 ) -> tuple[Choices, ...]:
     """Tile sides, warps and stages worth trying for a kernel, best first.
 
@@ -204,6 +211,7 @@ def choose(
       kinds: the parallel axes by role.
       bytes_: size of the widest multiplied element.
       target: the device to fit.
+      scanned: axes along which running sums go, of which a tile has whole blocks.
     """
 
     # Wide features are better halved than the tile of rows, although each half computes the weights again.
@@ -211,14 +219,14 @@ def choose(
     whole = _with_features(kinds, stores, MAX_FEATURES)
     sides = [halved, whole] if halved is not None and halved != whole else [whole]
     # In turn, for tuning tries the first few.
-    ways = itertools.zip_longest(*(_fitting(fixed, kinds, loops, stores, bytes_, target) for fixed in sides))
+    ways = itertools.zip_longest(*(_fitting(fixed, kinds, loops, stores, bytes_, target, scanned) for fixed in sides))
     found: list[Choices] = []
     for c in (c for way in ways for c in way if c is not None):
         wider = _widened(c, kinds, loops, stores, target)
         if wider is not None and pressure(wider, kinds, loops, stores, bytes_, target) <= SLACK:
             found.append(wider)
         found.append(c)
-    return tuple(dict.fromkeys((*_by_thread(kinds, loops), *found)))
+    return tuple(dict.fromkeys((*([] if scanned else _by_thread(kinds, loops)), *found)))
 
 
 def _by_thread(kinds: Roles, loops: tuple[Loop, ...]) -> list[Choices]:
@@ -306,6 +314,7 @@ def _fitting(
     stores: tuple[Store, ...],
     bytes_: int,
     target: Target,
+    scanned: Set[Axis],
 ) -> list[Choices]:
     """The choices of rows, columns, warps and stages that may fit with these tiles of the other axes."""
     narrow = bytes_ > 2 or _is_intricate(loops)
@@ -318,6 +327,8 @@ def _fitting(
             tiles[kinds.column] = min(column, max(MIN_TILE, power_of_two(kinds.column.extent)))
         for loop in loops:
             tiles[loop.axis] = min(column, max(MIN_TILE, power_of_two(loop.axis.extent)))
+        for a in scanned & tiles.keys():
+            tiles[a] = max(tiles[a], min(BLOCK, power_of_two(a.extent)))
         choices = Choices(tuple(tiles.items()), warps, stages)
         wanted = pressure(choices, kinds, loops, stores, bytes_, target)
         (fitting if wanted <= SLACK else too_wide).append(choices)
@@ -410,7 +421,7 @@ def _products(loop: Loop, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int
 # Operations that take a dozen instructions, and registers for them.
 COSTLY = (
     "exp", "tanh", "sigmoid", "log", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "pow", "erf", "log1p",
-    "expm1",
+    "expm1", "running", "running_back",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ..build import row_major, substitute
 from ..dtype import is_float
 from ..expr import Axis, Expr, Reduce, free_axes, index, loads, reductions
-from ..program import Program, Value
+from ..program import PART, Program, Value
 from .grow_regions import Region
 from .resolve_views import inlined
 
@@ -93,10 +93,13 @@ def _stages(program: Program, region: Region) -> tuple[dict[str, int], set[str]]
                 if along - own:
                     stored.add(source)
                     stage[name] = max(stage[name], stage[source] + 1)
+            if read.op == PART:
+                stage[name] = max(stage[name], stage[n.source] + 1)
         if reductions(v.expr) and name not in region.large:
             made_with[name] = own
         follows[name] = made_with
-    return stage, stored if max(stage.values()) > MAX_STAGES else set()
+    parts = {name for name in region.members if program.by_name[name].op == PART}
+    return stage, parts | stored if max(stage.values()) > MAX_STAGES + 2 * len(parts) else parts
 
 
 def _shared(values: list[Value]) -> list[Fused]:

@@ -10,7 +10,7 @@ from ..build import COMPARISONS, row_major, substitute
 from ..dtype import compute_dtype, is_float, is_int, itemsize
 from ..expr import Expr, Load, Op, index, load, loads, reductions, walk
 from ..integer import linear
-from ..program import Program, Value, depends
+from ..program import PART, Program, Value, depends
 from .copies import copied, seen_through
 from .exchange import exchange
 from .fuse import fuse
@@ -18,6 +18,7 @@ from .grow_regions import grow_regions
 from .joins import given_or_returned
 from .resolve_views import inline_load, inlined, resolve_views, root_of
 from .rounded import grow_rounded
+from .scans import grow_scanned
 from .split_reductions import split_reductions
 from .surround import is_rounded
 
@@ -70,6 +71,8 @@ def keep(
 
     Raises: Unsupported where there are more such maxima than all that is given or returned has elements.
     """
+    # Scans of the forward pass that kernels do are done again.
+    joint = replace(grow_scanned(replace(joint, outputs=forward))[0], outputs=joint.outputs)
     later: set[str] = set()
     for v in joint.values:
         if v.name.startswith("tangents") or later.intersection(v.reads):
@@ -144,10 +147,10 @@ def _kept(viewed: Program) -> tuple[frozenset[str], frozenset[str], frozenset[st
         for v in (program.by_name[m] for m in region.members):
             if not later.isdisjoint(v.reads):
                 later.add(v.name)
-            if v.name in results:
+            if v.name in results and v.op != PART:
                 continue
             # What comes before scores may be as large: tags that a pair shares, counted, or a pair's row of a table.
-            if v.expr is not None and reductions(v.expr) and v.name in later - region.large:
+            if v.expr is not None and reductions(v.expr) and v.name in later - region.large and v.op != PART:
                 statistics.add(v.name)
             else:
                 found.discard(v.name)

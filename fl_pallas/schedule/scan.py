@@ -1,0 +1,33 @@
+"""Running sums on tiles: `running(x, j, before)` is `before`, of the block of j, and what the block has of x up to j.
+
+`running_back` is the same from the other end. Tiles are whole blocks, and hold the axis of j in order: j is that axis,
+or the axis and whole blocks.
+"""
+
+from __future__ import annotations
+
+from ..errors import Unsupported
+from .expr import Axis, Expr, Index, Op, walk
+from .integer import linear
+
+# Indices of a block.
+BLOCK = 32
+RUNNING = ("running", "running_back")
+
+
+def scanned_axis(e: Op) -> Axis:
+    """The axis along which a running sum runs.
+
+    Raises: Unsupported if its blocks are not those of one axis.
+    """
+    terms, constant = linear(e.args[1])
+    along = [t.axis for t, k in terms.items() if k == 1 and isinstance(t, Index)]
+    whole = constant % BLOCK == 0 and all(k % BLOCK == 0 for t, k in terms.items() if k != 1)
+    if len(along) != 1 or not whole or sum(k == 1 for k in terms.values()) != 1:
+        raise Unsupported("a running sum", "its elements are no longer in order")
+    return along[0]
+
+
+def scanned_axes(exprs: list[Expr]) -> set[Axis]:
+    """The axes along which running sums inside of expressions run."""
+    return {scanned_axis(n) for e in exprs for n in walk(e) if isinstance(n, Op) and n.name in RUNNING}
