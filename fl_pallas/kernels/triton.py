@@ -246,11 +246,10 @@ class _Program:
                 rest = lax.div(rest, count)
         scope = self.ev.push(starts, sides)
         for axis, side in sides.items():
-            if side > 1:
-                first = starts.get(axis, jnp.int32(0))
-                last = jnp.minimum(first + jnp.int32(side - 1), self._extent(axis) - jnp.int32(1))
-                scope.refs[f"{axis.name}.first"] = Tile(first, ())  # type: ignore
-                scope.refs[f"{axis.name}.last"] = Tile(last, ())
+            first = starts.get(axis, jnp.int32(0))
+            last = jnp.minimum(first + jnp.int32(side - 1), self._extent(axis) - jnp.int32(1))
+            scope.refs[f"{axis.name}.first"] = Tile(first, ())  # type: ignore
+            scope.refs[f"{axis.name}.last"] = Tile(last, ())
         return scope
 
     def _extent(self, axis: Axis) -> Array:

@@ -229,10 +229,9 @@ class _PlanVerifier:
             self.expr(step.correct, step.axes, known, check)
 
     def bounds(self, loop: Loop, check: _Checker) -> None:
-        tile = self.plan.choices.tile
-        wide = [a for a in self.plan.grid if (tile(a) or 1) > 1]
-        ends: dict[str, Axes] = {f"{a.name}.{end}": () for a in wide for end in ("first", "last")}
-        single = [a for a in self.plan.grid if a not in wide]
+        every = (self.plan.choices, *self.plan.others)
+        ends: dict[str, Axes] = {f"{a.name}.{end}": () for a in self.plan.grid for end in ("first", "last")}
+        single = [a for a in self.plan.grid if all((c.tile(a) or 1) == 1 for c in every)]
         for e in bounds_of(loop):
             if e is not None:
                 check.that(is_int(e.dtype), f"the bound {_brief(e)} is a {e.dtype}, not an integer")

@@ -34,7 +34,7 @@ def build_plan(
     if scanned & {*kinds.batch}:
         raise Unsupported(name, "a running sum goes along an axis that is taken one index at a time")
     choices, *others = choose(kinds, loops, stores, product_bytes(kinds, loops, stores), target, scanned)
-    tiled = frozenset(a for a, n in choices.tiles if n > 1)
+    tiled = frozenset(a for c in (choices, *others) for a, n in c.tiles if n > 1)
     used = frozenset().union(*(free_axes(e) for e in exprs), *(s.axes for s in stores))
     grid = tuple(a for a in parallel if a.extent > 1 and a in used)
     bounded = tuple(bound_loop(loop, tiled) for loop in loops)

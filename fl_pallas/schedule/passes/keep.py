@@ -18,7 +18,7 @@ from .grow_regions import grow_regions
 from .joins import given_or_returned
 from .resolve_views import inline_load, inlined, resolve_views, root_of
 from .rounded import grow_rounded
-from .scans import grow_scanned
+from .scans import grow_scanned, opened_scans, scans
 from .split_reductions import split_reductions
 from .surround import is_rounded
 
@@ -71,12 +71,14 @@ def keep(
 
     Raises: Unsupported where there are more such maxima than all that is given or returned has elements.
     """
-    # Scans of the forward pass that kernels do are done again.
-    joint = replace(grow_scanned(replace(joint, outputs=forward))[0], outputs=joint.outputs)
     later: set[str] = set()
     for v in joint.values:
         if v.name.startswith("tangents") or later.intersection(v.reads):
             later.add(v.name)
+    # Scans of the forward pass that kernels do are done again; those of gradients are their transposes.
+    ahead = replace(grow_scanned(replace(joint, outputs=forward))[0], outputs=joint.outputs)
+    joint = opened_scans(ahead, scans(ahead) & later)
+    later |= {v.name for v in joint.values if later.intersection(v.reads)}
     _, _, rounded = grow_rounded(replace(joint, outputs=forward))
     whole = resolve_views(replace(joint, outputs=(*forward, *backward, *offered)), rounded=rounded)
     # Positions, and how many there are of something: computed again, they might be others.
@@ -113,7 +115,7 @@ def keep(
     sums = {v.name: v.numel for v in whole.values if v.name in cheap - later and _is_sum(v)}
     seen_as = (v for v in whole.values if sums.get(root_of(whole, v.name)) == v.numel and v.name not in later)
     ordered = sorted(seen_as, key=lambda v: not (v.name in forward and _lies_as_made(whole, v)))
-    unsaved = {v.name: v for v in whole.values if v.expr is not None and v.name not in saved}
+    unsaved = {v.name: v for v in whole.values if v.expr is not None and v.name not in saved and v.op != PART}
     facts = tuple(replace(v, expr=inlined(v.expr, unsaved)) for v in ordered if v.expr is not None)
     known = _used(whole, backward, saved, facts) | {f.name for f in facts if f.name in saved}
     again = {root_of(whole, r) for v in whole.values if v.name in seen - saved - later for r in v.reads}

@@ -12,7 +12,7 @@ kernels go over keys, or queries, in whatever order they like: forward, backward
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Set
 from dataclasses import replace
 
 from ..build import op, reduce, select, substitute
@@ -31,9 +31,9 @@ def grow_scanned(viewed: Program) -> tuple[Program, Program, Growth, frozenset[s
 
     A scan of which a region does not compute all is PyTorch's.
     """
-    names = _scans(viewed)
+    names = scans(viewed)
     while True:
-        opened = opened_scans(viewed, names) if names else viewed
+        opened = opened_scans(viewed, names)
         program, growth, rounded = grow_rounded(opened)
         kept = {n for n in names if any(_computes(program, r, n) for r in growth.regions)}
         if kept == names:
@@ -51,7 +51,7 @@ def _parts(name: str) -> tuple[str, str, str]:
     return f"{name}_blocks", f"{name}_before", f"{name}_back"
 
 
-def _scans(program: Program) -> set[str]:
+def scans(program: Program) -> set[str]:
     """The scans that PyTorch would do of something computed from a join, or larger than all inputs."""
     found: set[str] = set()
     if not any(v.scanned is not None for v in program.values):
@@ -65,8 +65,10 @@ def _scans(program: Program) -> set[str]:
     return found
 
 
-def opened_scans(program: Program, names: Iterable[str]) -> Program:
+def opened_scans(program: Program, names: Set[str]) -> Program:
     """A Program with what is computed of scans, in three values each."""
+    if not names:
+        return program
     values: list[Value] = []
     for v in program.values:
         values += _opened(program, v) if v.name in names else [v]
@@ -114,4 +116,4 @@ def _opened(program: Program, v: Value) -> list[Value]:
     if back:
         made.append(Value(other_way, v.axes, v.dtype, expr, v.op, reads_of(expr), where=v.where))
         expr = substitute(load(other_way, tuple(map(index, v.axes)), v.dtype), {axis: last})
-    return [*made, replace(v, expr=expr, reads=reads_of(expr), why="")]
+    return [*made, replace(v, expr=expr, reads=reads_of(expr), scanned=None, why="")]
