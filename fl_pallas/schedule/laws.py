@@ -75,6 +75,8 @@ class Term:
 
     exponent and factors vary with the loop axis and do not move; hoisted, offset and the gates'
     conditions are free of the loop axis. Where it is `rounded`, that is done to the power times the factors.
+    Where it is `chosen`, an element is 0 by choice where the exponent, if there is one, is -inf; `kept` are the
+    conditions of that, but for those without which the exponent is never -inf.
     """
 
     hoisted: Expr
@@ -84,6 +86,8 @@ class Term:
     shifts: tuple[Shift, ...] = ()
     gates: tuple[Expr, ...] = ()
     rounded: bool = False
+    chosen: bool = False
+    kept: tuple[Expr, ...] = ()
 
 
 def separate(e: Expr, scope: Scope) -> list[Term]:
@@ -136,13 +140,17 @@ def _product(a: Term, b: Term, scope: Scope) -> Term:
         a.factors + b.factors,
         a.shifts + b.shifts,
         a.gates + b.gates,
+        chosen=(a.chosen or b.chosen) and all(t.chosen or t.exponent is None for t in (a, b)),
+        kept=a.kept + b.kept,
     )
 
 
 def _plus(a: Expr | None, b: Expr | None, scope: Scope) -> Expr | None:
+    """a + b, of the same with factors: that with their sum, about whose maximum it is then taken."""
     if a is None or b is None:
         return b if a is None else a
-    return scope.op("add", a, b)
+    (core, c), (other, d) = positive_factor(a), positive_factor(b)
+    return scope.op("mul", core, scope.const(c + d)) if core is other else scope.op("add", a, b)
 
 
 def _inverse(terms: list[Term], scope: Scope) -> Term:
@@ -186,13 +194,22 @@ def _gated(t: Term, condition: Expr, scope: Scope) -> Term:
     # What is not selected may be infinite, and 0 · inf is NaN.
     shifts = tuple(replace(s, varying=select(condition, s.varying, scope.const(0.0))) for s in t.shifts)
     t = replace(t, shifts=shifts)
+    if shifts and t.exponent is None:
+        t = replace(t, chosen=True, kept=(*t.kept, condition))
     if t.exponent is not None:
-        return replace(t, exponent=select(condition, t.exponent, scope.const(-math.inf)))
+        exponent = select(condition, t.exponent, scope.const(-math.inf))
+        kept = (*t.kept, condition) if exponent is not t.exponent and _may_be_least(t.exponent) else t.kept
+        return replace(t, exponent=exponent, chosen=True, kept=kept)
     if t.factors:
         first, *rest = t.factors
         rest = [select(condition, f, scope.const(1.0)) if _may_overflow(f) else f for f in rest]
         return replace(t, factors=(select(condition, first, scope.const(0.0)), *rest))
     return replace(t, factors=(select(condition, scope.const(1.0), scope.const(0.0)),))
+
+
+def _may_be_least(e: Expr) -> bool:
+    """Whether a mask may have made some of `e` -inf."""
+    return _is_filled(e) or any(isinstance(n, Const) and n.value == -math.inf for n in _terms(e))
 
 
 def _may_overflow(e: Expr) -> bool:

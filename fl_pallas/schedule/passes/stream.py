@@ -262,6 +262,7 @@ def _term(t: Term, r: Reduce, n: int, scope: Scope, state: _Streams) -> Expr:
     """The sum of one term over the loop axis, as final value."""
     scale = t.hoisted
     anchor: tuple[Ref, Expr] | None = None
+    other: Ref | None = None
     weight: Expr | None = None
     if t.exponent is not None:
         # exp(c·x - c·max x) as a power of two: one multiplication and one instruction on a GPU.
@@ -271,8 +272,7 @@ def _term(t: Term, r: Reduce, n: int, scope: Scope, state: _Streams) -> Expr:
         anchor = peak, scope.const(factor * math.log2(math.e))
         guard = _guard(peak, scope.dtype)
         weight = power_of_difference(cast(core, scope.dtype), guard, factor, scope.dtype)
-        reference = scope.op("mul", guard, scope.const(factor))
-        offset = reference if t.offset is None else scope.op("add", reference, t.offset)
+        offset, other = _from_reference(peak, factor, t.offset, scope, state)
         scale = scope.op("mul", scale, scope.op("exp", offset))
     elif t.offset is not None:
         scale = scope.op("mul", scale, scope.op("exp", t.offset))
@@ -282,9 +282,76 @@ def _term(t: Term, r: Reduce, n: int, scope: Scope, state: _Streams) -> Expr:
         weight = scope.op("rounded", weight)
     value = _shifted(t, weight, anchor, r, n, scope, state)
     value = scope.op("mul", scale, value)
+    value = _chosen(value, t, anchor[0] if anchor else None, other, n, scope, state)
     for gate in t.gates:
         value = select(gate, value, scope.const(0.0))
     return value
+
+
+def _chosen(value: Expr, t: Term, peak: Ref | None, other: Ref | None, n: int, scope: Scope, state: _Streams) -> Expr:
+    """`value`, 0 where none of its elements was chosen, whatever has become of references.
+
+    Args:
+      peak: the running maximum that its exponents are taken about, which is -inf there.
+      other: the one that their offset takes off. Where that is -inf, what was chosen is NaN.
+    """
+    if not t.chosen:
+        return value
+    zero, found = scope.const(0.0), None
+    if t.kept and (peak is None or other is not None):
+        kept = functools.reduce(lambda a, b: op("and", a, b, dtype="bool"), t.kept)
+        found = _accumulate("any", kept, "bool", None, None, n, state)
+    if peak is None:
+        return value if found is None else select(found, value, zero)
+    if found is not None and other is not None:
+        empty = op("and", found, op("eq", other, scope.const(-math.inf), dtype="bool"), dtype="bool")
+        zero = select(empty, scope.const(math.nan), zero)
+    return select(op("eq", peak, scope.const(-math.inf), dtype="bool"), zero, value)
+
+
+def _from_reference(
+    peak: Ref, factor: float, offset: Expr | None, scope: Scope, state: _Streams
+) -> tuple[Expr, Ref | None]:
+    """What is added to exponents that are taken about a running maximum: that, and their own offset; and the maximum
+    that the offset takes off, if there is one."""
+    if offset is not None and (moved := _cancelled(peak, factor, offset, scope, state)) is not None:
+        return moved
+    reference = scope.op("mul", _guard(peak, scope.dtype), scope.const(factor))
+    return reference if offset is None else scope.op("add", reference, offset), None
+
+
+def _cancelled(peak: Ref, factor: float, offset: Expr, scope: Scope, state: _Streams) -> tuple[Expr, Ref] | None:
+    """`peak · factor + offset`, and the running maximum of which the offset takes off so much; None if it does not.
+
+    Of a row that a mask made large (-10⁹, the least number) both are large, and cancel: they are subtracted from each
+    other as they are, before anything is multiplied by, or added to, what is left.
+    """
+    terms = dict[Expr, float]()
+    for c, e in _scaled_terms(offset, 1.0):
+        terms[e] = terms.get(e, 0.0) + c
+    other = next((e for e, c in terms.items() if c == -factor and _is_maximum(e, state)), None)
+    if not isinstance(other, Ref):
+        return None
+    moved = scope.op("mul", scope.op("sub", peak, other), scope.const(factor))
+    for e, c in terms.items():
+        if e is not other:
+            moved = scope.op("add" if c > 0 else "sub", moved, scope.op("mul", e, scope.const(abs(c))))
+    return moved, other
+
+
+def _scaled_terms(e: Expr, by: float) -> list[tuple[float, Expr]]:
+    """The terms of a sum, and by what number each is multiplied."""
+    if isinstance(e, Op) and e.name == "neg":
+        return _scaled_terms(e.args[0], -by)
+    if isinstance(e, Op) and e.name in ("add", "sub"):
+        return [*_scaled_terms(e.args[0], by), *_scaled_terms(e.args[1], by if e.name == "add" else -by)]
+    if isinstance(e, Op) and e.name == "mul" and isinstance(e.args[1], Const):
+        return _scaled_terms(e.args[0], by * float(e.args[1].value))
+    return [(by, e)]
+
+
+def _is_maximum(e: Expr, state: _Streams) -> bool:
+    return isinstance(e, Ref) and state.extremes.get(e.name, ("", e))[0] == "max"
 
 
 def _shifted(
@@ -437,7 +504,11 @@ def _extreme(r: Reduce, body: Expr, n: int, scope: Scope, state: _Streams) -> Ex
     varying, moving = split_sum(body, scope)
     assert varying is not None
     peak = _peak(r, varying, n, scope, state)
-    return peak if moving is None else scope.op("add", peak, moving)
+    if moving is None:
+        return peak
+    core, factor = positive_factor(peak)
+    moved = _cancelled(core, factor, moving, scope, state) if isinstance(core, Ref) else None
+    return scope.op("add", peak, moving) if moved is None else moved[0]
 
 
 def _peak(r: Reduce, body: Expr, n: int, scope: Scope, state: _Streams) -> Expr:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..build import cast, op, rewrite, select, whole_power
 from ..dtype import is_float, is_int
-from ..expr import Axis, Const, Expr, Load, Op, Reduce, const, free_axes
+from ..expr import Axis, Const, Expr, Load, Op, Reduce, Ref, const, free_axes, walk
 from ..integer import bounds, from_linear, linear
 from ..laws import EXACT, holds_large, is_narrow, may_be_large, non_negative, positive_factor, power_of_difference
 from ..plan import Accumulator, Loop, Step
@@ -223,10 +223,15 @@ def _is_exp(e: Expr) -> bool:
     return isinstance(e, Op) and e.name == "exp" and is_float(e.dtype) and bool(free_axes(e))
 
 
+def _is_of_statistics(e: Expr) -> bool:
+    """Whether all of an expression is of running statistics of rows: large ones cancel as they are, not scaled."""
+    return all(isinstance(n, Ref | Const | Op) for n in walk(e))
+
+
 def _power_of_two(e: Expr) -> Expr:
     (exponent,) = e.args  # type: ignore[union-attr]
     base = math.log2(math.e)
-    if not isinstance(exponent, Op) or exponent.name not in ("add", "sub"):
+    if not isinstance(exponent, Op) or exponent.name not in ("add", "sub") or _is_of_statistics(exponent):
         core, factor = positive_factor(exponent)
         return op("exp2", op("mul", core, const(factor * base, e.dtype), dtype=e.dtype), dtype=e.dtype)
     x, reference = exponent.args
