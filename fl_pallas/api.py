@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import sys
 import types
@@ -62,6 +63,7 @@ RECOMPILE_LIMIT = 1024
 # Python's limit of recursion while expressions are planned.
 DEPTH = 10_000
 
+PYTORCH = os.path.dirname(torch.__file__)
 TRANSFORMED = "kernels have no rules for torch.func's transforms and for forward-mode derivatives"
 
 _warned: set[tuple] = set()
@@ -106,6 +108,8 @@ def compile(
     config.merged(**given)
     if fn is None:
         return lambda f: compile(f, dynamic=dynamic, **given)
+    if isinstance(fn, OptimizedModule):
+        fn = fn._orig_mod  # of torch.compile, or of ours with other settings
     if isinstance(fn, type) and issubclass(fn, torch.nn.Module):
         return compiled_class(fn, lambda call: _compiled(call, Backend(given), dynamic))
     if isinstance(fn, type) or not callable(fn):
@@ -244,10 +248,12 @@ def _reason(text: str) -> str:
     told = next((line for line in lines if line.startswith("Explanation: ") or " got " in line), lines[0])
     raised = re.search(r"got \w+\((['\"])(.*)\1\)", told)
     said = [raised[2] if raised else told.removeprefix("Explanation: ")]
-    if raised and (call := re.search(r"call_\w+ (?:<[^>]*?)?(\w+)>?\(", told)):
+    if raised and (call := re.search(r"call_\w+ (?:<(?:built-in )?(?:function|method) )?(\w+)", told)):
         sizes = re.findall(r"size=(\(.*?\))", told)
         said.append(f"{call[1]} of {' and '.join(sizes)}")
     places = re.findall(r'File "(.+?)", line (\d+), in .*\n\s*(.*)', text.partition("from user code:")[2])
+    # PyTorch's own modules are called by a line of the user's.
+    places = [p for p in places if not p[0].startswith(PYTORCH)] or places
     said += [f"at {file}:{line} `{code.strip()}`" for file, line, code in places[-1:]]
     return "; ".join(said)
 
@@ -424,7 +430,9 @@ class _Specialised:
                 return run
             program = made["forward"].program
             limit = given_or_returned(program, program.saved)
-            if attempts == MAX_ATTEMPTS or any(v.numel > limit for v in again):
+            # What PyTorch makes in the forward pass is there in any case.
+            inside = {m for region in made["forward"].regions for m in region.members}
+            if attempts == MAX_ATTEMPTS or any(v.numel > limit and v.name in inside for v in again):
                 return self._given_back(args, made["forward"], again[0], known)
             # No larger than what is there in any case: it is computed once, and kept.
             left |= {v.name for v in again}

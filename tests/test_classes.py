@@ -69,3 +69,29 @@ def test_an_instance_is_a_module_as_any(device: torch.device) -> None:
 def test_what_cannot_be_compiled_is_refused(other: object) -> None:
     with pytest.raises(TypeError, match="fl.compile takes"):
         fl.compile(other)
+
+
+class Slow(nn.Module):
+    def forward(self, q: Tensor) -> Tensor:
+        return (q @ q.mT / 4).softmax(-1) @ q
+
+
+def test_a_class_that_has_its_name_stays_as_it_is(device: torch.device) -> None:
+    fast, q = fl.compile(Slow), torch.randn(2, 70, 16, device=device)
+    assert fast is not Slow and issubclass(fast, Slow) and fast.__qualname__ == "Slow"
+    assert "_compiled_call_impl" not in vars(Slow)
+    torch.testing.assert_close(fast()(q), Slow()(q), rtol=1e-4, atol=1e-5)
+
+
+def test_super_by_the_name_of_the_class(device: torch.device) -> None:
+    @fl.compile(fallback="error")
+    class Old(nn.Module):
+        def __init__(self) -> None:
+            super(Old, self).__init__()  # noqa: UP008
+            self.q = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.q(x) @ x.mT).softmax(-1) @ x
+
+    module, x = Old().to(device), torch.randn(2, 70, 16, device=device)
+    torch.testing.assert_close(module(x), module.forward(x), rtol=1e-4, atol=1e-5)

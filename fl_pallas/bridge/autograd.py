@@ -67,7 +67,8 @@ def _function(forward_pass: Boxed, backward_pass: Boxed, strides: tuple[tuple[in
                 made = forward_pass(list(inputs))
             # A view could not be written to in place outside of here.
             results = tuple(torch.ops.aten._unsafe_view(t, t.shape) if t._is_view() else t for t in made[:count])
-            saved = list(made[count:])
+            # What was made under inference_mode, autograd saves for nobody.
+            saved = [t.clone() if t.is_inference() else t for t in made[count:]]
             if shared is None:
                 shared = _shared(results, saved)
             for place, result in shared:

@@ -13,6 +13,7 @@ from torch._decomp import get_decompositions
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
@@ -213,7 +214,7 @@ def differentiable(
         passes.forward = _pass(
             gm, lambda: forward(gm, args, Known(saved=saved - results, left=left, parameters=parameters))
         )
-        return _with_own_results(passes.forward.call, returned)
+        return _with_own_memory(passes.forward.call, returned, _written())
 
     def backward_pass(gm: GraphModule, args: Sequence[Any]) -> Boxed:
         gm = _without_needs(gm)
@@ -228,7 +229,8 @@ def differentiable(
     )
     # A second backward pass (retain_graph) reads what is kept again: its memory is not given away. Both passes are
     # compiled at once, so that the first call is like all others (a checkpoint compares what two calls save).
-    with config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True):
+    patched = config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True)
+    with patched, tracing(TracingContext(None)):  # in which AOTAutograd leaves word of what is written to
         try:
             return compiler(_opened(gm), inputs), passes
         except (RuntimeError, ValueError, IndexError) as error:
@@ -266,23 +268,46 @@ def _marked(boxed: Boxed) -> Boxed:
     return boxed
 
 
-def _with_own_results(call: Boxed, returned: int) -> Boxed:
+def _with_own_memory(call: Boxed, returned: int, written: Sequence[int]) -> Boxed:
     """A forward pass none of whose results is memory that is saved: AOTAutograd would not notice that a write to it, in
-    place, changes what the backward pass reads.
+    place, changes what the backward pass reads. Nor is an input saved that it writes to itself afterwards, or that
+    autograd saves for nobody, as it was made under inference_mode.
 
     Args:
       returned: how many of what `call` returns are results; what is saved comes behind them.
+      written: places of the inputs that are written to.
     """
 
     def memory(t: Any) -> int | None:
         return t.untyped_storage()._cdata if isinstance(t, torch.Tensor) else None
 
     def boxed(args: list[Any]) -> Any:
+        changing = {memory(args[n]) for n in written}
         made = call(args)
         saved = {memory(t) for t in made[returned:]} - {None}
-        return (*(t.clone() if memory(t) in saved else t for t in made[:returned]), *made[returned:])
+        own = (_copied(t) if memory(t) in saved else t for t in made[:returned])
+        kept = (_copied(t) if memory(t) in changing or _is_inference(t) else t for t in made[returned:])
+        return (*own, *kept)
 
     return _marked(boxed)
+
+
+def _is_inference(t: Any) -> bool:
+    return isinstance(t, torch.Tensor) and t.is_inference()
+
+
+def _copied(t: torch.Tensor) -> torch.Tensor:
+    """A copy that lies as `t` does, also where that leaves gaps."""
+    if torch._debug_has_internal_overlap(t) == 1 or not t.numel():
+        return t.clone()
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
+
+
+def _written() -> tuple[int, ...]:
+    """Places of the inputs that the graph which AOTAutograd is compiling writes to."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context else None
+    return tuple(metadata.mutated_inp_runtime_indices) if metadata else ()
 
 
 def _opened(gm: GraphModule) -> GraphModule:

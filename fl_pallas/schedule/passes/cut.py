@@ -7,7 +7,7 @@ from collections.abc import Container
 from dataclasses import dataclass, replace
 
 from ..build import rewrite, substitute
-from ..dtype import compute_dtype
+from ..dtype import compute_dtype, is_float
 from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, index, load, loads, reductions, ref, walk
 from ..program import Value
 from .fuse import Fused, Output, join_group, labels
@@ -55,7 +55,7 @@ def cut(fused: Fused, name: str) -> tuple[Fused, ...]:
             # at least, but for what is as large as an operand. So is a score, about a normaliser of 32 bits.
             small = not _is_larger_than_read(c.node, 1 / LARGE)
             exact = small or _is_part(fused, c.node) or _is_exponent(fused, c.node)
-            dtype = compute_dtype([c.node.dtype]) if exact else c.node.dtype
+            dtype = compute_dtype([c.node.dtype]) if exact and is_float(c.node.dtype) else c.node.dtype
             outputs.append(Output(label, tuple(own.values()), dtype, expr))
             replaced[c.node] = load(label, tuple(index(a) for a in shape), dtype)
         kernels += cut(Fused(tuple(outputs)), f"{name}_c{len(kernels)}")
