@@ -35,7 +35,7 @@ from .passes.picked import picked
 from .passes.places import places
 from .passes.prologue import into_prologues
 from .passes.rounded import grow_rounded
-from .passes.scans import grow_scanned
+from .passes.scans import grow_scanned, in_order
 from .passes.share import lend, loading, share
 from .passes.skip_tiles import skip_tiles
 from .passes.split_loop import split_loop
@@ -134,7 +134,7 @@ def _scheduled(
         groups = fuse(program, region)
         for fused in groups:
             record("fuse", partial(fused_text, fused))
-        groups = tuple(map(by_cases, map(itself, groups)))
+        groups = tuple(map(by_cases, map(itself, map(in_order, groups))))
         groups = tuple(map(unflatten, groups))
         for fused in groups:
             record("unflatten", partial(fused_text, fused))

@@ -77,7 +77,7 @@ def keep(
             later.add(v.name)
     # Scans of the forward pass that kernels do are done again; those of gradients are their transposes.
     ahead = replace(grow_scanned(replace(joint, outputs=forward))[0], outputs=joint.outputs)
-    joint = opened_scans(ahead, scans(ahead) & later)
+    joint = opened_scans(ahead, {name: scan for name, scan in scans(ahead).items() if name in later})
     later |= {v.name for v in joint.values if later.intersection(v.reads)}
     _, _, rounded = grow_rounded(replace(joint, outputs=forward))
     whole = resolve_views(replace(joint, outputs=(*forward, *backward, *offered)), rounded=rounded)

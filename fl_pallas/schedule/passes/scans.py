@@ -12,17 +12,19 @@ kernels go over keys, or queries, in whatever order they like: forward, backward
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
-from ..build import op, reduce, select, substitute
-from ..expr import Axis, Expr, Load, const, index, load
+from ..build import op, reduce, rewrite, select, substitute
+from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, const, free_axes, index, load, loads, reductions
+from ..inner import factors
 from ..integer import linear
 from ..program import PART, Program, Value, reads_of
 from ..scan import BLOCK, RUNNING
+from .fuse import Fused
 from .grow_regions import Growth, Region
 from .joins import join
-from .resolve_views import inline_load, resolve_views
+from .resolve_views import inline_load, inlined, resolve_views
 from .rounded import grow_rounded
 
 
@@ -31,14 +33,14 @@ def grow_scanned(viewed: Program) -> tuple[Program, Program, Growth, frozenset[s
 
     A scan of which a region does not compute all is PyTorch's.
     """
-    names = scans(viewed)
+    found = scans(viewed)
     while True:
-        opened = opened_scans(viewed, names)
+        opened = opened_scans(viewed, found)
         program, growth, rounded = grow_rounded(opened)
-        kept = {n for n in names if any(_computes(program, r, n) for r in growth.regions)}
-        if kept == names:
+        kept = {n: scan for n, scan in found.items() if any(_computes(program, r, n) for r in growth.regions)}
+        if kept == found:
             return opened, program, growth, rounded
-        names = kept
+        found = kept
 
 
 def _computes(program: Program, region: Region, name: str) -> bool:
@@ -51,44 +53,107 @@ def _parts(name: str) -> tuple[str, str, str]:
     return f"{name}_blocks", f"{name}_before", f"{name}_back"
 
 
-def scans(program: Program) -> set[str]:
-    """The scans that PyTorch would do of something computed from a join, or larger than all inputs."""
-    found: set[str] = set()
-    if not any(v.scanned is not None for v in program.values):
-        return found
+@dataclass(frozen=True)
+class Scan:
+    """A running sum.
+
+    Attributes:
+      read: an element of what is summed, over the axes of the value.
+      at: the dimension of the value along which it runs.
+      back: whether it runs from the other end.
+      whole: whether an element is in its own sum.
+    """
+
+    read: Expr
+    at: int
+    back: bool
+    whole: bool = True
+
+
+def scans(program: Program) -> dict[str, Scan]:
+    """Running sums of what is computed from a join: PyTorch's scans, and products with a triangle of ones."""
+    found: dict[str, Scan] = {}
     below: set[str] = set()
+    # What is made of positions alone.
+    placed: dict[str, Value] = {}
     for v in resolve_views(program).values:
-        if join(program, v) is not None or not below.isdisjoint(v.reads):
+        if v.expr is not None and not reductions(v.expr) and placed.keys() >= {*v.reads}:
+            placed[v.name] = v
+        elif join(program, v) is not None or not below.isdisjoint(v.reads):
+            scan = _by_triangle(v, placed) if v.scanned is None else _by_pytorch(program, v)
+            if scan is not None and not below.isdisjoint(n.source for n in loads(scan.read)):
+                found[v.name] = scan
             below.add(v.name)
-            if v.scanned is not None:
-                found.add(v.name)
     return found
 
 
-def opened_scans(program: Program, names: Set[str]) -> Program:
-    """A Program with what is computed of scans, in three values each."""
-    if not names:
-        return program
-    values: list[Value] = []
-    for v in program.values:
-        values += _opened(program, v) if v.name in names else [v]
-    return replace(program, values=tuple(values))
-
-
-def _opened(program: Program, v: Value) -> list[Value]:
+def _by_pytorch(program: Program, v: Value) -> Scan:
     at, source = v.scanned, program.by_name[v.reads[0]]
     assert at is not None
-    axis, place = v.axes[at], index(v.axes[at])
-    last = op("sub", const(axis.extent - 1, "i64"), place, dtype="i64")
     read = load(source.name, tuple(map(index, v.axes)), source.dtype)
     while source.is_view:
         read = inline_load(read, source)
         assert isinstance(read, Load)
         source = program.by_name[read.source]
-    # From the other end: what comes after a block, and in it.
-    back = any(linear(i)[0].get(place, 0) < 0 for i in read.index)
-    if back:
-        read = substitute(read, {axis: last})
+    back = any(linear(i)[0].get(index(v.axes[at]), 0) < 0 for i in read.index)
+    # What is turned round before, and after, runs from the other end.
+    return Scan(substitute(read, {v.axes[at]: _from_the_end(v.axes[at])}) if back else read, at, back)
+
+
+def _from_the_end(axis: Axis) -> Expr:
+    return op("sub", const(axis.extent - 1, "i64"), index(axis), dtype="i64")
+
+
+def _by_triangle(v: Value, placed: Mapping[str, Value]) -> Scan | None:
+    """`sum[k](x[i, k] * (1 where k <= j, else 0))`: the running sum of x; None for anything else."""
+    e = v.expr
+    if not isinstance(e, Reduce) or e.kind != "sum" or placed.keys().isdisjoint(v.reads):
+        return None
+    found = factors(inlined(e.body, placed))
+    for triangle, x in (found, found[::-1]) if len(found) == 2 else ():
+        ends = [a for a in v.axes if a.extent == e.axis.extent and a in free_axes(triangle)]
+        if len(ends) == 1 and isinstance(x, Load) and ends[0] not in free_axes(x) and e.axis in free_axes(x):
+            which = _side(triangle, e.axis, ends[0])
+            if which is not None and free_axes(triangle) == {e.axis, ends[0]}:
+                return Scan(substitute(x, {e.axis: index(ends[0])}), v.axes.index(ends[0]), *which)
+    return None
+
+
+def _side(e: Expr, k: Axis, j: Axis) -> tuple[bool, bool] | None:
+    """Of ones on one side of a diagonal, and zeros on the other: whether the ones are at k >= j, and whether on the
+    diagonal too. None for anything else."""
+    if not isinstance(e, Op) or e.name != "select" or not all(isinstance(n, Const) for n in e.args[1:]):
+        return None
+    test, numbers = e.args[0], tuple(n.value for n in e.args[1:] if isinstance(n, Const))
+    if not isinstance(test, Op) or test.name not in ("lt", "le", "gt", "ge") or {*numbers} != {0, 1}:
+        return None
+    terms, c = linear(op("sub", *test.args, dtype="i64"))
+    sign = terms.get(index(k), 0)
+    if abs(sign) != 1 or terms != {index(k): sign, index(j): -sign}:
+        return None
+    # sign · (k - j) <= most, or >= least, where there are ones.
+    above = test.name in ("gt", "ge")
+    limit = -c + {"lt": -1, "le": 0, "gt": 1, "ge": 0}[test.name]
+    if numbers == (0, 1):
+        above, limit = not above, limit + (-1 if above else 1)
+    if sign < 0:
+        above, limit = not above, -limit
+    return (above, limit == 0) if limit in (0, 1 if above else -1) else None
+
+
+def opened_scans(program: Program, found: Mapping[str, Scan]) -> Program:
+    """A Program with what is computed of scans, in three values each."""
+    if not found:
+        return program
+    values: list[Value] = []
+    for v in program.values:
+        values += _opened(v, found[v.name]) if v.name in found else [v]
+    return replace(program, values=tuple(values))
+
+
+def _opened(v: Value, scan: Scan) -> list[Value]:
+    at, back, read = scan.at, scan.back, scan.read
+    axis, place = v.axes[at], index(v.axes[at])
     held = "f64" if v.dtype == "f64" else "f32"
     blocks, before, other_way = _parts(v.name)
     made: list[Value] = []
@@ -106,14 +171,41 @@ def _opened(program: Program, v: Value) -> list[Value]:
 
         key = op("add", op("mul", index(n), const(BLOCK, "i64"), dtype="i64"), index(each), dtype="i64")
         inside = op("lt", key, const(axis.extent, "i64"), dtype="bool")
-        own = select(inside, substitute(read, {axis: key}), const(0.0, source.dtype))
+        own = select(inside, substitute(read, {axis: key}), const(0.0, read.dtype))
         made.append(stored(blocks, reduce("sum", each, own, held)))
         earlier = op("gt" if back else "lt", index(m), index(n), dtype="bool")
         others = select(earlier, of_block(blocks, index(m)), const(0.0, held))
         made.append(stored(before, reduce("sum", m, others, held)))
         outside = of_block(before, op("floordiv", place, const(BLOCK, "i64"), dtype="i64"))
     expr = op(RUNNING[back], read, place, outside, dtype=held)
-    if back:
+    if not scan.whole:
+        expr = op("sub", expr, read, dtype=held)
+    if v.scanned is not None and back:
         made.append(Value(other_way, v.axes, v.dtype, expr, v.op, reads_of(expr), where=v.where))
-        expr = substitute(load(other_way, tuple(map(index, v.axes)), v.dtype), {axis: last})
+        expr = substitute(load(other_way, tuple(map(index, v.axes)), v.dtype), {axis: _from_the_end(axis)})
     return [*made, replace(v, expr=expr, reads=reads_of(expr), scanned=None, why="")]
+
+
+def in_order(fused: Fused) -> Fused:
+    """Before: a running sum up to the next, or the last, index of an axis. After: up to the index, and an element.
+
+    Tiles then have its blocks.
+    """
+    return Fused(tuple(replace(o, expr=rewrite(o.expr, _in_order)) for o in fused.outputs))
+
+
+def _in_order(e: Expr) -> Expr:
+    if not isinstance(e, Op) or e.name not in RUNNING:
+        return e
+    terms, c = linear(e.args[1])
+    along = [t.axis for t, k in terms.items() if k == 1 and isinstance(t, Index)]
+    shift = (c + 1) % BLOCK - 1  # of whole blocks, and one
+    if len(along) != 1 or abs(shift) != 1:
+        return e
+    (axis,) = along
+    moved = {axis: op("sub", index(axis), const(shift, "i64"), dtype="i64")}
+    here = op(e.name, *(substitute(a, moved) for a in e.args), dtype=e.dtype)
+    # The next index has one element more from the beginning, and one less from the end.
+    more = (shift > 0) == (e.name == "running")
+    element = e.args[0] if more else substitute(e.args[0], moved)
+    return op("add" if more else "sub", here, element, dtype=e.dtype)
