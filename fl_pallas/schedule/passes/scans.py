@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..build import op, reduce, rewrite, select, substitute
-from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, const, free_axes, index, load, loads, reductions
+from ..build import op, reduce, select, substitute
+from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, const, free_axes, index, load, loads, reductions, walk
 from ..inner import factors
 from ..integer import linear
 from ..program import PART, Program, Value, reads_of
@@ -189,13 +189,19 @@ def _opened(v: Value, scan: Scan) -> list[Value]:
 def in_order(fused: Fused) -> Fused:
     """Before: a running sum up to the next, or the last, index of an axis. After: up to the index, and an element.
 
-    Tiles then have its blocks.
+    Tiles then have its blocks. What is inside of another moves along with it.
     """
-    return Fused(tuple(replace(o, expr=rewrite(o.expr, _in_order)) for o in fused.outputs))
+    return Fused(tuple(replace(o, expr=_all_in_order(o.expr)) for o in fused.outputs))
 
 
-def _in_order(e: Expr) -> Expr:
-    if not isinstance(e, Op) or e.name not in RUNNING:
+def _all_in_order(e: Expr) -> Expr:
+    while moved := {n: new for n in walk(e) if isinstance(n, Op) and (new := _in_order(n)) is not n}:
+        e = substitute(e, {}, dict(moved))
+    return e
+
+
+def _in_order(e: Op) -> Expr:
+    if e.name not in RUNNING:
         return e
     terms, c = linear(e.args[1])
     along = [t.axis for t, k in terms.items() if k == 1 and isinstance(t, Index)]
