@@ -16,6 +16,7 @@ from .passes.along import take_along
 from .passes.build_plan import build_plan
 from .passes.by_cases import by_cases, solved
 from .passes.by_distance import by_distance
+from .passes.compared import check_comparisons
 from .passes.copies import store_copies
 from .passes.cut import cut_apart
 from .passes.distances import look_up_distances
@@ -186,6 +187,7 @@ def _scheduled(
             record("cut", partial(fused_text, part))
         shapes |= made.shapes
         plans = lay_out_results(into_prologues(made.plans, region.outputs), region.outputs)
+        check_comparisons(plans)
         for plan in plans:
             if verify:
                 verify_plan(plan)

@@ -58,7 +58,11 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
         loops[v.name] = cols if _is_costly_side(program, v) else cols | rows & _summed(v, readers, loops)
         sides[v.name] = ((rows, cols),)
         expands = v.numel > sum(program.by_name[r].numel for r in v.reads)
-        if two_sided or (expands and (not reductions(v.expr) or len(v.reads) == 1)) or _is_distance(program, v):
+        if v.name in chosen_by and not is_of_positions(program, v):
+            # PyTorch makes it in any case, and not to the last bit as a kernel does: what it is compared with is of
+            # PyTorch's.
+            fits = False
+        elif two_sided or (expands and (not reductions(v.expr) or len(v.reads) == 1)) or _is_distance(program, v):
             fits = (
                 not reductions(v.expr)
                 or expands
@@ -69,10 +73,8 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
             )
         elif reductions(v.expr) or v.projection or (is_float(v.dtype) and _read_across(v, readers)):
             fits = False
-        elif v.name in chosen_by or (v.name in returned and is_rounded(program, v, members)):
-            # PyTorch makes it in any case, and not to the last bit as a kernel does: what it is compared with, or what
-            # another pass makes of it, is of PyTorch's.
-            fits = False
+        elif v.name in returned and is_rounded(program, v, members):
+            fits = False  # so is what another pass makes of it
         elif _is_rounding(v.expr):
             fits = False  # a cast that is no view is PyTorch's
         elif loops[v.name] and _takes_longer(program, v, made, tiles, loops[v.name]):
