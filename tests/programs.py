@@ -12,6 +12,7 @@ from .corpus import (
     outputs,
     places,
     research,
+    scans,
     science,
     scores,
 )
@@ -30,6 +31,7 @@ FUSED: tuple[Case, ...] = (
     *research.CASES,
     *models.CASES,
     *places.CASES,
+    *scans.CASES,
 )
 FALLBACKS: tuple[Case, ...] = fallbacks.CASES
 CORPUS: tuple[Case, ...] = (*FUSED, *FALLBACKS)

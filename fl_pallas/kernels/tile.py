@@ -366,7 +366,7 @@ class Evaluator:
 
     def _running(self, e: Op) -> Tile:
         """What comes before the tile, or after it, and what the tile itself has up to each of its indices."""
-        body, place, before = e.args
+        body, place, before, count = e.args
         axis = scanned_axis(e)
         back = e.name == "running_back"
         axes = self.sorted_axes(free_axes(body) | {axis})
@@ -374,10 +374,11 @@ class Evaluator:
         if side < min(BLOCK, axis.extent):
             raise Unsupported("a running sum", "its blocks are wider than tiles")
         at = axes.index(axis)
-        x = self.spread(self.eval(body), axes)
-        inside = self.within(axis)
-        if inside is not None:
-            x = jnp.where(self.spread(inside, axes), x, jnp.zeros_like(x))
+        inside = op("lt", place, count, dtype="bool")
+        x = self.spread(self.eval(select(inside, body, const(0.0, body.dtype))), axes)
+        within = self.within(axis)
+        if within is not None:
+            x = jnp.where(self.spread(within, axes), x, jnp.zeros_like(x))
         if not back:
             sums = jnp.cumsum(x, axis=at)
         elif self.interpret:

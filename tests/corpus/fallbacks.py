@@ -26,13 +26,11 @@ def sparsemax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.clamp(scores - tau, min=0) @ v
 
 
-def stick_breaking(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A running sum over the scores, from the nearest key backwards."""
-    scores = _scores(q, k)
-    keep = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(-1)
-    log_rest = F.logsigmoid(-scores).masked_fill(~keep, 0.0)
-    later = log_rest.flip(-1).cumsum(-1).flip(-1) - log_rest
-    return torch.exp(F.logsigmoid(scores) + later).masked_fill(~keep, 0.0) @ v
+def running_product(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Monotonic attention: each key is reached if no earlier one was taken."""
+    taken = torch.sigmoid(_scores(q, k))
+    reached = torch.cumprod(1 - taken, dim=-1)
+    return (taken * F.pad(reached[..., :-1], (1, 0), value=1.0)) @ v
 
 
 def selected_keys(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
@@ -42,7 +40,7 @@ def selected_keys(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
 
 CASES = (
     Case("sparsemax", sparsemax, qkv(), kernels=None, falls_back="sort"),
-    Case("stick_breaking", stick_breaking, qkv(), kernels=None, falls_back="cumsum"),
+    Case("running_product", running_product, qkv(), kernels=None, falls_back="cumprod"),
     Case(
         "selected_keys",
         selected_keys,

@@ -209,10 +209,6 @@ BROKEN_PLANS: dict[str, tuple[Callable[[], KernelPlan], str]] = {
     "stored twice": (lambda: replace(PLAN, stores=PLAN.stores * 2), "stored twice"),
     "bound of a tiled index": (lambda: with_loop(upper=index(ROW)), f"{ROW} is not bound"),
     "bound of an unknown end": (lambda: with_loop(upper=ref("x9.last", (), "i64")), r"x9\.last has no value here"),
-    "bound of an end of a single index": (
-        lambda: with_loop(lower=ref(f"{BATCH.name}.first", (), "i64")),
-        rf"{BATCH.name}\.first has no value here",
-    ),
     "float bound": (lambda: with_loop(upper=const(1.0, "f32")), "is a f32, not an integer"),
     "ranks differ": (lambda: with_store(expr=load("v", (const(0, "i64"),), "f32")), "has 1 indices, v has 3 axes"),
     "parts of a tiled axis": (lambda: with_loop(parts=ROW), f"its parts {ROW} are no grid axis taken one index"),

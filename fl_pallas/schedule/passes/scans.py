@@ -177,7 +177,7 @@ def _opened(v: Value, scan: Scan) -> list[Value]:
         others = select(earlier, of_block(blocks, index(m)), const(0.0, held))
         made.append(stored(before, reduce("sum", m, others, held)))
         outside = of_block(before, op("floordiv", place, const(BLOCK, "i64"), dtype="i64"))
-    expr = op(RUNNING[back], read, place, outside, dtype=held)
+    expr = op(RUNNING[back], read, place, outside, const(axis.extent, "i64"), dtype=held)
     if not scan.whole:
         expr = op("sub", expr, read, dtype=held)
     if v.scanned is not None and back:

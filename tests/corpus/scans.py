@@ -1,0 +1,87 @@
+"""Running sums over scores, along keys or queries. q, k, v are [b,h,s,d]."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .case import Case, qkv, qkv_and
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    return q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+
+
+def _earlier(q: Tensor, diagonal: int = 0) -> Tensor:
+    return torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril(diagonal)
+
+
+def stick_breaking(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each key, from the nearest backwards, takes a share of what is left (Tan et al.)."""
+    scores, keep = _scores(q, k), _earlier(q, -1)
+    log_rest = F.logsigmoid(-scores).masked_fill(~keep, 0.0)
+    later = log_rest.flip(-1).cumsum(-1).flip(-1) - log_rest
+    return torch.exp(F.logsigmoid(scores) + later).masked_fill(~keep, 0.0) @ v
+
+
+def stick_breaking_by_triangle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same, the running sum as a product with a triangle of ones."""
+    scores, keep = _scores(q, k), _earlier(q, -1)
+    log_rest = F.logsigmoid(-scores).masked_fill(~keep, 0.0)
+    triangle = torch.ones(q.shape[-2], q.shape[-2], device=q.device).tril(-1).type_as(q)
+    later = torch.einsum("bhij,jk->bhik", log_rest, triangle)
+    return torch.exp(F.logsigmoid(scores) + later).masked_fill(~keep, 0.0) @ v
+
+
+def from_the_first_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Sticks broken from the first key on, without the key itself."""
+    scores = _scores(q, k)
+    before = F.pad(F.logsigmoid(-scores).cumsum(-1)[..., :-1], (1, 0))
+    return torch.exp(F.logsigmoid(scores) + before) @ v
+
+
+def contextual_positions(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """CoPE (Golovneva et al.): positions count the keys that a gate lets through; table [d,n]."""
+    scores = _scores(q, k)
+    mask = torch.full_like(scores[0, 0], float("-inf")).triu(1)
+    gates = torch.sigmoid(scores + mask)
+    at = gates.flip(-1).cumsum(-1).flip(-1).clamp(max=table.shape[-1] - 1)
+    above, below = at.ceil().long(), at.floor().long()
+    each = q @ table
+    share = at - below
+    bias = each.gather(-1, above) * share + each.gather(-1, below) * (1 - share)
+    return (scores + mask + bias).softmax(-1) @ v
+
+
+def selective(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Selective attention (Leviathan et al.), each head by itself: what earlier queries masked stays masked."""
+    scores, keep = _scores(q, k), _earlier(q)
+    masking = F.relu(scores).masked_fill(~_earlier(q, -1), 0.0)
+    masked = masking.cumsum(-2) - masking
+    return (scores - masked).masked_fill(~keep, float("-inf")).softmax(-1) @ v
+
+
+def mean_of_weights_so_far(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each query takes the mean of the weights of all up to it."""
+    weights = _scores(q, k).softmax(-1)
+    count = torch.arange(1, q.shape[-2] + 1, device=q.device, dtype=q.dtype)
+    return (weights.cumsum(-2) / count[:, None]) @ v
+
+
+def scan_of_a_scan(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = _scores(q, k)
+    return (scores - 0.1 * torch.tanh(0.1 * torch.sigmoid(scores).cumsum(-1)).cumsum(-1)).softmax(-1) @ v
+
+
+CASES = (
+    Case("stick_breaking", stick_breaking, qkv(), kernels=None),
+    Case("stick_breaking_by_triangle", stick_breaking_by_triangle, qkv(), kernels=None),
+    Case("from_the_first_key", from_the_first_key, qkv(b=2), kernels=None),
+    Case("contextual_positions", contextual_positions, qkv_and(lambda g: g.normal(16, 9)), kernels=None),
+    Case("selective", selective, qkv(), kernels=None),
+    Case("mean_of_weights_so_far", mean_of_weights_so_far, qkv(), kernels=None),
+    Case("scan_of_a_scan", scan_of_a_scan, qkv(), kernels=None),
+)
