@@ -46,6 +46,8 @@ THINNED = {
     "test_short": 4,
     "test_needs_no_gradient": 2,
     "test_rows_that_see_nothing_but_finite_masks": 2,
+    "test_results_of_rows_that_see_nothing": 4,
+    "test_gradients_of_rows_that_see_nothing": 4,
     "test_far_from_the_origin": 4,
     "test_either_way_is_right": 4,
     "test_positions_are_exact": 4,
