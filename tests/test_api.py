@@ -1444,3 +1444,34 @@ def test_transforms(kind: str, transform: str, unwarned: None, device: torch.dev
     strict = fl.compile(attention if kind == "function" else Attention(), fallback="error")
     with pytest.raises(fl.Unsupported, match="transforms"):
         transformed(copy.deepcopy(strict))
+
+
+class OneLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.layer(x)
+        return (q @ q.mT).softmax(-1) @ q
+
+
+@pytest.mark.parametrize(
+    "fn, shape, operation, code",
+    [
+        (OneLayer(), (2, 50, 30), "linear", "q = self.layer(x)"),
+        (lambda q: torch.cat([q, q[:1]], 1) @ q.mT, (2, 50, 16), "cat", "torch.cat"),
+        (lambda q: F.layer_norm(q @ q.mT, (7,)) @ q, (2, 50, 16), "layer_norm", "F.layer_norm"),
+    ],
+)
+def test_refused_arguments_are_told_by_operation_and_line(
+    fn: Callable, shape: tuple[int, ...], operation: str, code: str
+) -> None:
+    with pytest.raises(fl.InputError) as said:
+        fl.compile(fn)(torch.randn(shape))
+    assert f"; {operation} of (" in str(said.value) and code in str(said.value) and "test_api.py" in str(said.value)
+
+
+def test_what_torch_compiled_already(device: torch.device) -> None:
+    module, x = OneLayer().to(device), torch.randn(2, 50, 32, device=device)
+    torch.testing.assert_close(fl.compile(torch.compile(module))(x), module(x), rtol=1e-4, atol=1e-5)
