@@ -51,6 +51,18 @@ def direct(loaded: Array) -> Array:
     return _named(_DIRECT, loaded.dtype, loaded)
 
 
+def read_once(x: Array) -> Array:
+    """`x`, a row of float32 that a loop ends with, for whatever reads it: Triton 3.6 ends the compilation by an
+    assertion where two operations read a sum that it would finish behind the loop."""
+    return plgpu.elementwise_inline_asm(
+        "mov.b32 $0, $1;",
+        args=[x],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )[0]
+
+
 def summed_from_the_end(x: Array, axis: int) -> Array:
     """Running sums along `axis`, from its end on."""
     return _named(_BACKWARDS, x.dtype, jnp.cumsum(x, axis=axis))

@@ -42,6 +42,7 @@ from ..schedule.plan import (
 )
 from ..schedule.scan import RUNNING
 from .blocks import Blocks
+from .native import read_once
 from .pointwise import POINTWISE
 from .tile import FIRST, JNP, Evaluator, Operand, Scope, Tile, identity_of, never, seen
 
@@ -281,7 +282,8 @@ class _Program:
 
         carry = self._with_steady_sides(loop, probe, lambda carry: self._run(loop, tile, carry))
         for s, x in zip(loop.steps, carry, strict=True):
-            outer.refs[s.name] = self._tile(s, x)
+            summed = isinstance(s, Accumulator) and s.kind == "sum" and x.ndim == 1 and x.dtype == jnp.float32
+            outer.refs[s.name] = self._tile(s, read_once(x) if summed and not ev.interpret else x)
 
     def _with_steady_sides(self, loop: Loop, probe: Scope, run: Callable[[Carry], Carry]) -> Carry:
         """What a loop ends with, which is given the sides of products that are computed and the same in all of it.

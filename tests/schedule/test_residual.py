@@ -11,12 +11,15 @@ from torch import Tensor
 
 import fl_pallas as fl
 from fl_pallas.schedule.build import op, reduce, substitute
-from fl_pallas.schedule.expr import Axis, Expr, Reduce, index, load, loads
+from fl_pallas.schedule.expr import Axis, Expr, Reduce, free_axes, index, load, loads, reductions
+from fl_pallas.schedule.inner import is_matrix_product
 from fl_pallas.schedule.passes.fuse import Fused, Output
 from fl_pallas.schedule.passes.residual import with_residuals
+from fl_pallas.schedule.plan import Accumulator
 from fl_pallas.schedule.program import Value
 from fl_pallas.schedule.text import plan_text
 from tests.evaluate import evaluate_value
+from tests.kernels.test_cubins import kernels_made
 from tests.oracle import check_gradients
 from tests.unrun import unrun
 
@@ -138,3 +141,17 @@ def test_the_kernel_of_the_queries_has_all_of_it(fn: Callable[..., Tensor]) -> N
         plans = [p for g in fl.explain(fn, *inputs).graphs for p in g.kernels]
     # One for the queries and all row sums, one for keys and values.
     assert sum("tangents" in plan_text(p) and bool(p.loops) for p in plans) == 2
+
+
+def test_scores_are_not_taken_apart() -> None:
+    """A temperature's gradient multiplies scores as they are, and no tile of queries by keys by features."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Tensor:
+        return ((q @ k.mT).float() * t).softmax(-1).to(v.dtype) @ v
+
+    inputs = [*torch.randn(3, 1, 2, 256, 64).bfloat16(), torch.rand(2, 1, 1)]
+    for plan, _ in kernels_made(attention, [x.requires_grad_() for x in inputs]):
+        tiled = frozenset(a for a, n in plan.choices.tiles if n > 1)
+        for step in (s for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)):
+            for r in reductions(step.update):
+                assert len(free_axes(r.body) & tiled) < 2 or is_matrix_product(r.body, r.axis, tiled | {r.axis})

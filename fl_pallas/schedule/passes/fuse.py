@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
-from ..build import row_major, substitute
+from ..build import op, row_major, substitute
 from ..dtype import is_float
 from ..expr import Axis, Expr, Reduce, free_axes, index, loads, reductions
 from ..program import PART, Program, Value
 from .grow_regions import Region
-from .resolve_views import inlined
+from .resolve_views import inlined, root_of
 
 # Ways of naming the axes of a further output that are tried.
 MAX_RENAMINGS = 512
@@ -51,22 +51,35 @@ class Fused:
 def fuse(program: Program, region: Region) -> tuple[Fused, ...]:
     """A region's values → its outputs as expressions of operands, grouped by the reductions they share."""
     stage, stored = _stages(program, region)
+    rounded = _returned_scores(program, region)
     groups: list[Fused] = []
     for n in sorted({stage[name] for name in stored}):
         early = [name for name in region.members if stage[name] <= n and (name not in stored or stage[name] == n)]
-        made = _written_out(program, early)
+        made = _written_out(program, early, rounded)
         groups += _shared([made[name] for name in early if name in stored])
-    made = _written_out(program, [name for name in (*region.members, *region.outputs) if name not in stored])
+    made = _written_out(program, [n for n in (*region.members, *region.outputs) if n not in stored], rounded)
     return (*groups, *_shared([made[name] for name in region.outputs if name in made]))
 
 
-def _written_out(program: Program, names: Iterable[str]) -> dict[str, Value]:
-    """The values in terms of what is not among them; each comes after those that it reads."""
+def _written_out(program: Program, names: Iterable[str], rounded: Set[str]) -> dict[str, Value]:
+    """The values in terms of what is not among them; each comes after those that it reads.
+
+    Args:
+      rounded: those that others read in their own 16 bits.
+    """
     made: dict[str, Value] = {}
     for v in (program.by_name[name] for name in names):
         assert v.expr is not None
-        made[v.name] = Value(v.name, v.axes, v.dtype, inlined(v.expr, made))
+        expr = inlined(v.expr, made)
+        made[v.name] = Value(v.name, v.axes, v.dtype, op("rounded", expr, dtype=v.dtype) if v.name in rounded else expr)
     return made
+
+
+def _returned_scores(program: Program, region: Region) -> set[str]:
+    """The scores, in 16 bits, that a forward pass returns: the backward pass reads them as they were rounded, and what
+    is kept of rows has to be of the same."""
+    returned = {root_of(program, name) for name in program.outputs} if program.saved else set[str]()
+    return {name for name in region.large & returned if program.by_name[name].dtype == "bf16"}
 
 
 def _stages(program: Program, region: Region) -> tuple[dict[str, int], set[str]]:

@@ -109,12 +109,14 @@ def _nest(e: Expr) -> tuple[list[Axis], Expr]:
 
 
 def _multiplied_out(e: Expr) -> Expr:
-    """A product of a sum as the sum of products."""
+    """A product of a sum as the sum of products; not of a score, which is one for all that it is multiplied by."""
     if isinstance(e, Op) and e.name in ("mul", "div", "neg"):
         ways = enumerate(e.args[:1] if e.name == "div" else e.args)
         for n, s in ((n, _multiplied_out(a)) for n, a in ways):
             others = e.args[:n] + e.args[n + 1 :]
-            if isinstance(s, Reduce) and s.kind == "sum" and all(s.axis not in free_axes(a) for a in others):
+            if not isinstance(s, Reduce) or s.kind != "sum" or not reductions(s.body):
+                continue
+            if all(s.axis not in free_axes(a) for a in others):
                 term = op(e.name, *e.args[:n], s.body, *e.args[n + 1 :], dtype=e.dtype)
                 return raw_reduce("sum", s.axis, term, e.dtype)
     return e
