@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -87,6 +88,22 @@ class Program:
                 users[r].append(v.name)
         return {k: tuple(u) for k, u in users.items()}
 
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """The place of each value in the order of execution."""
+        return {v.name: n for n, v in enumerate(self.values)}
+
+    @cached_property
+    def above(self) -> dict[str, int]:
+        """For each value, the places of those that it depends on, as the bits of a number."""
+        above: dict[str, int] = {}
+        for v in self.values:
+            bits = 0
+            for r in v.reads:
+                bits |= above[r] | 1 << self.places[r]
+            above[v.name] = bits
+        return above
+
 
 def value_axes(shape: tuple[int, ...]) -> tuple[Axis, ...]:
     """The axes a0, a1, … of a value of this shape."""
@@ -98,13 +115,12 @@ def reads_of(expr: Expr) -> tuple[str, ...]:
     return tuple(dict.fromkeys(n.source for n in loads(expr)))
 
 
-def depends(program: Program, targets: set[str], sources: set[str]) -> bool:
+def depends(program: Program, targets: Set[str], sources: Set[str]) -> bool:
     """Whether a value of `targets` depends on one of `sources`."""
-    reach = set(sources)
-    for v in program.values:
-        if any(r in reach for r in v.reads):
-            reach.add(v.name)
-    return bool((targets - sources) & reach)
+    bits = 0
+    for name in sources:
+        bits |= 1 << program.places[name]
+    return any(program.above[t] & bits for t in targets - sources)
 
 
 def left_to_pytorch(program: Program, names: frozenset[str]) -> Program:
