@@ -297,9 +297,12 @@ def _is_inference(t: Any) -> bool:
 
 
 def _copied(t: torch.Tensor) -> torch.Tensor:
-    """A copy that lies as `t` does, also where that leaves gaps."""
-    if torch._debug_has_internal_overlap(t) == 1 or not t.numel():
-        return t.clone()
+    """A copy that lies as `t` does, also where that leaves gaps; a tensor as any where elements share memory."""
+    reach = 0
+    for stride, size in sorted(zip(t.stride(), t.shape)):
+        if size > 1 and stride <= reach:
+            return t.clone()
+        reach += (size - 1) * stride
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
 
 

@@ -99,11 +99,11 @@ def schedule(
     if verify:
         verify_program(program)
     record("program", partial(program_text, program))
-    opened, *grown = grow_scanned(program)
+    grown = grow_scanned(program)
     try:
-        return _scheduled(opened, *grown, target, record, verify)
+        return _scheduled(*grown, target, record, verify)
     except Unsupported:
-        if opened is program:
+        if grown[0] is program:
             raise
         # Whatever a scan stood in the way of: it is PyTorch's, and what it reads is stored.
         return _scheduled(program, *grow_rounded(program), target, record, verify)

@@ -91,10 +91,9 @@ def _by_pytorch(program: Program, v: Value) -> Scan:
     at, source = v.scanned, program.by_name[v.reads[0]]
     assert at is not None
     read = load(source.name, tuple(map(index, v.axes)), source.dtype)
-    while source.is_view:
-        read = inline_load(read, source)
-        assert isinstance(read, Load)
-        source = program.by_name[read.source]
+    while isinstance(read, Load) and program.by_name[read.source].is_view:
+        read = inline_load(read, program.by_name[read.source])
+    assert isinstance(read, Load)
     back = any(linear(i)[0].get(index(v.axes[at]), 0) < 0 for i in read.index)
     # What is turned round before, and after, runs from the other end.
     return Scan(substitute(read, {v.axes[at]: _from_the_end(v.axes[at])}) if back else read, at, back)
