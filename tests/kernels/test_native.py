@@ -79,7 +79,7 @@ def test_in_triton_ir(name: str) -> None:
     made = lower(plan)
     gathers = [line for line in made.ttir.splitlines() if "tt.gather" in line]
     # Of one row: neighbours of a warp are neighbours in shared memory.
-    assert "elementwise_inline_asm" not in made.ttir and gathers and all("(tensor<1x" in line for line in gathers)
+    assert "fl_pallas " not in made.ttir and gathers and all("(tensor<1x" in line for line in gathers)
     cubin = compile_ttir(simplified(made, 90), 90)
     assert "wgmma" in cubin.asm["ptx"] and cubin.stack == 0
 
@@ -105,7 +105,7 @@ def test_maxima_are_one_instruction() -> None:
     """Of an element of the scores, and with NaN: a comparison, a test and a choice otherwise."""
     (plan, lower), *_ = kernels_made(max_plus, [torch.randn(1, 2, 257, 64, dtype=torch.bfloat16) for _ in range(3)])
     made = lower(plan)
-    assert "elementwise_inline_asm" not in made.ttir and "arith.maximumf" in made.ttir
+    assert "fl_pallas " not in made.ttir and "arith.maximumf" in made.ttir
     assert "max.NaN.f32" in compile_ttir(simplified(made, 90), 90).asm["ptx"]
 
 

@@ -4,7 +4,7 @@ them blow up, so that a region grows from them."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..build import substitute
@@ -151,7 +151,10 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     """
     v = seed.value
     assert v.expr is not None
-    if _is_table(program, v) or v.projection and not (_is_exponent(program, v) and _is_normalised(program, seed)):
+    readers = [program.by_name[u] for u in program.users[v.name]]
+    if _is_table(program, v) or (reductions(v.expr) and is_picked_often(program, v, readers)):
+        return False
+    if v.projection and not (_is_exponent(program, v) and _is_normalised(program, seed)):
         return False
     coupled, followed = _path(program, v)
     larger = is_larger(program, seed)
@@ -337,6 +340,18 @@ def _is_table(program: Program, v: Value) -> bool:
     """Whether `v` is made of indices and constants alone, and no larger than an input."""
     given = [i.numel for i in program.values if i.op == "input" and is_float(i.dtype)]
     return v.numel <= max(given, default=0) and is_of_positions(program, v)
+
+
+def is_picked_often(program: Program, v: Value, readers: Sequence[Value]) -> bool:
+    """Whether elements of `v` are read at places that data decides alone, and more often than there are any: sums for
+    each of these would be made again and again."""
+
+    def is_by_data(n: Load) -> bool:
+        return any(not is_of_positions(program, program.by_name[m.source]) for i in n.index for m in loads(i))
+
+    reads = [(n, reader) for reader in readers if reader.expr is not None for n in loads(reader.expr)]
+    own = [(n, reader) for n, reader in reads if n.source == v.name]
+    return bool(own) and all(is_by_data(n) and reader.numel >= v.numel for n, reader in own)
 
 
 def is_of_positions(program: Program, v: Value) -> bool:

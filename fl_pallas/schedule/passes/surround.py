@@ -11,7 +11,7 @@ from ..inner import over_distances
 from ..program import Program, Value
 from ..target import HOPPER
 from .choose import COSTLY
-from .joins import Sides, has_weight, is_of_positions
+from .joins import Sides, has_weight, is_of_positions, is_picked_often
 from .resolve_views import inlined, root_of
 from .weigh import ISSUED, LAUNCH, MOVED, POWERS
 
@@ -61,6 +61,8 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
         if v.name in chosen_by and not is_of_positions(program, v):
             # PyTorch makes it in any case, and not to the last bit as a kernel does: what it is compared with is of
             # PyTorch's.
+            fits = False
+        elif reductions(v.expr) and is_picked_often(program, v, readers):
             fits = False
         elif two_sided or (expands and (not reductions(v.expr) or len(v.reads) == 1)) or _is_distance(program, v):
             fits = (
