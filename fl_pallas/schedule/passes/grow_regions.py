@@ -166,6 +166,9 @@ def grow_regions(program: Program) -> Growth:
             # As large as the blow-up, and PyTorch makes it (the mask of a dropout): the kernel is no help there.
             if v.expr is None and v.why and not v.borrowed and v.numel >= largest and v.name in laid_over:
                 rejected.append(Rejected(v, v, f"{v.why}; a kernel reads it", v.numel * itemsize(v.dtype)))
+    if regions:
+        # Beside kernels, what is no larger than an input (a gate of blocks of keys, which PyTorch sorts) is no blow-up.
+        rejected = [r for r in rejected if r.fused or r.value.numel > given]
     # What a kernel computes along with its own may be stored all the same, for an operation of PyTorch's to read.
     fused = {name for r in regions for name in r.members} - {v.name for v, _ in _stored(program, regions)}
     rejected = [r for r in rejected if r.fused or r.value.name not in fused]
