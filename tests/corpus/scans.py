@@ -36,6 +36,17 @@ def stick_breaking_by_triangle(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.exp(F.logsigmoid(scores) + later).masked_fill(~keep, 0.0) @ v
 
 
+def grouped_stick_breaking(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Heads of queries share keys; in a window."""
+    b, h, n, d = q.shape
+    scores = torch.einsum("bgrid,bgjd->bgrij", q.view(b, k.shape[1], -1, n, d), k) / math.sqrt(d)
+    keep = _earlier(q, -1) & ~_earlier(q, -40)
+    log_rest = F.logsigmoid(-scores).masked_fill(~keep, 0.0)
+    later = log_rest.flip(-1).cumsum(-1).flip(-1) - log_rest
+    weights = torch.exp(F.logsigmoid(scores) + later).masked_fill(~keep, 0.0)
+    return torch.einsum("bgrij,bgjd->bgrid", weights, v).reshape(b, h, n, d)
+
+
 def from_the_first_key(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Sticks broken from the first key on, without the key itself."""
     scores = _scores(q, k)
@@ -79,6 +90,7 @@ def scan_of_a_scan(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 CASES = (
     Case("stick_breaking", stick_breaking, qkv(), kernels=None),
     Case("stick_breaking_by_triangle", stick_breaking_by_triangle, qkv(), kernels=None),
+    Case("grouped_stick_breaking", grouped_stick_breaking, qkv(b=2, h=4, kv_heads=2), kernels=None),
     Case("from_the_first_key", from_the_first_key, qkv(b=2), kernels=None),
     Case("contextual_positions", contextual_positions, qkv_and(lambda g: g.normal(16, 9)), kernels=None),
     Case("selective", selective, qkv(), kernels=None),

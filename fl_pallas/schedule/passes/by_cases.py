@@ -12,6 +12,7 @@ from ..build import negate, op, select, substitute, with_children
 from ..dtype import is_int
 from ..expr import Axis, Const, Expr, Op, Reduce, children, const, free_axes, walk
 from ..integer import Linear, floordiv, from_linear, least, linear, linear_bounds, mod
+from ..scan import RUNNING
 from .fuse import Fused
 
 # Conditions to go by in one expression.
@@ -94,6 +95,10 @@ class _Cases:
                 return self.visit(e.args[1 if condition.value else 2], facts)
             then = self.visit(e.args[1], (*facts, *_told_in(condition, True)))
             return select(condition, then, self.visit(e.args[2], (*facts, *_told_in(condition, False))))
+        if isinstance(e, Op) and e.name in RUNNING:
+            # What is summed is of other indices than the one of which something is known.
+            along = free_axes(e.args[1])
+            facts = tuple(f for f in facts if not any(along & free_axes(t) for t in f[0]))
         args = tuple(self.visit(c, facts) for c in children(e))
         if isinstance(e, Op) and _is_division(e):
             return (floordiv if e.name == "floordiv" else mod)(args[0], int(e.args[1].value), e.dtype, facts)  # type: ignore[union-attr]
