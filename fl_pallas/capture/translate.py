@@ -186,9 +186,11 @@ def _scanned(node: Node) -> int | None:
     """The dimension along which `node` is a running sum of floats; None if it is none."""
     if node.target is not aten.cumsum.default:
         return None
-    x = node.args[0].meta["val"]  # type: ignore[union-attr]
+    source, dim = node.args[:2]
+    assert isinstance(source, Node) and isinstance(dim, int)
+    x = source.meta["val"]
     floats = x.is_floating_point() and node.meta["val"].is_floating_point()
-    return int(node.args[1]) % x.dim() if floats and x.dim() else None  # type: ignore[arg-type]
+    return dim % x.dim() if floats and x.dim() else None
 
 
 def _loaded(name: str, shape: tuple[int, ...], dtype: str) -> Tensor:

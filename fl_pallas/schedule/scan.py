@@ -15,17 +15,25 @@ BLOCK = 32
 RUNNING = ("running", "running_back")
 
 
+def place_of(e: Op) -> tuple[Axis, int] | None:
+    """The axis along which a running sum runs, and by how much its place is beyond whole blocks and an index of that,
+    from -1 on; None if its blocks are not those of one axis."""
+    terms, constant = linear(e.args[1])
+    along = [t for t, k in terms.items() if k == 1]
+    if len(along) != 1 or not isinstance(along[0], Index) or any(k % BLOCK for k in terms.values() if k != 1):
+        return None
+    return along[0].axis, (constant + 1) % BLOCK - 1
+
+
 def scanned_axis(e: Op) -> Axis:
     """The axis along which a running sum runs.
 
     Raises: Unsupported if its blocks are not those of one axis.
     """
-    terms, constant = linear(e.args[1])
-    along = [t.axis for t, k in terms.items() if k == 1 and isinstance(t, Index)]
-    whole = constant % BLOCK == 0 and all(k % BLOCK == 0 for t, k in terms.items() if k != 1)
-    if len(along) != 1 or not whole or sum(k == 1 for k in terms.values()) != 1:
+    found = place_of(e)
+    if found is None or found[1]:
         raise Unsupported("a running sum", "its elements are no longer in order")
-    return along[0]
+    return found[0]
 
 
 def scanned_axes(exprs: list[Expr]) -> set[Axis]:

@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..build import op, reduce, select, substitute
-from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, const, free_axes, index, load, loads, reductions, walk
+from ..expr import Axis, Const, Expr, Load, Op, Reduce, const, free_axes, index, load, loads, reductions, walk
 from ..inner import factors
 from ..integer import linear
 from ..program import PART, Program, Value, reads_of
-from ..scan import BLOCK, RUNNING
+from ..scan import BLOCK, RUNNING, place_of
 from .fuse import Fused
 from .grow_regions import Growth, Region
 from .joins import join
@@ -202,12 +202,10 @@ def _all_in_order(e: Expr) -> Expr:
 def _in_order(e: Op) -> Expr:
     if e.name not in RUNNING:
         return e
-    terms, c = linear(e.args[1])
-    along = [t.axis for t, k in terms.items() if k == 1 and isinstance(t, Index)]
-    shift = (c + 1) % BLOCK - 1  # of whole blocks, and one
-    if len(along) != 1 or abs(shift) != 1:
+    found = place_of(e)
+    if found is None or abs(found[1]) != 1:
         return e
-    (axis,) = along
+    axis, shift = found
     moved = {axis: op("sub", index(axis), const(shift, "i64"), dtype="i64")}
     here = op(e.name, *(substitute(a, moved) for a in e.args), dtype=e.dtype)
     # The next index has one element more from the beginning, and one less from the end.
