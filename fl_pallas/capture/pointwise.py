@@ -150,6 +150,15 @@ def _log_sigmoid_forward(out: tuple[Spec, Spec], x: Tensor) -> tuple[At, None]:
     return arithmetic(_log_sigmoid)(out[0], x), None
 
 
+def _softplus_backward(f: Arith, grad: Expr, x: Expr, beta: Number, threshold: Number) -> Expr:
+    scaled = f("mul", x, beta)
+    return f.where(f("gt", scaled, threshold), grad, f("mul", grad, f("sigmoid", scaled)))
+
+
+def _log_sigmoid_backward(f: Arith, grad: Expr, x: Expr, _buffer: Any) -> Expr:
+    return f("mul", grad, f("sigmoid", f("neg", x)))
+
+
 def _log_add_exp(f: Arith, a: Expr, b: Expr) -> Expr:
     top = f("max", a, b)
     rest = f("log1p", f("exp", f("neg", f("abs", f("sub", a, b)))))
@@ -282,7 +291,9 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten._prelu_kernel: arithmetic(lambda f, x, w: f.where(f("gt", x, 0), x, f("mul", x, w))),
     aten.threshold: arithmetic(lambda f, x, threshold, value: f.where(f("le", x, threshold), value, x)),
     aten.softplus: arithmetic(_softplus),
+    aten.softplus_backward: arithmetic(_softplus_backward),
     aten.log_sigmoid_forward: _log_sigmoid_forward,
+    aten.log_sigmoid_backward: arithmetic(_log_sigmoid_backward),
     aten.lerp: arithmetic(lambda f, a, b, w: f("add", a, f("mul", f("sub", b, a), w))),
     aten.addcmul: arithmetic(lambda f, x, a, b, value=1: f("add", x, f("mul", f("mul", a, b), value))),
     aten.addcdiv: arithmetic(lambda f, x, a, b, value=1: f("add", x, f("mul", f("div", a, b), value))),

@@ -68,6 +68,26 @@ def _erf(x: Array) -> Array:
     return z * p / q
 
 
+# log1p(x) / x on [0, 1]: what PyTorch would round to bfloat16, within 6e-5, and what it would not, within 2 ulp.
+_LOG1P_16 = (0.999943256, -0.496977806, 0.306300908, -0.157427177, 0.0413472876)
+_LOG1P = (0.99999994, -0.499994934, 0.333190978, -0.24842982, 0.191060066, -0.136632442, 0.078225933, -0.0295052286,
+          0.00523269176)  # fmt: skip
+
+
+def log1p(x: Array, most: float, narrow: bool) -> Array:
+    """log(1 + x) of float32 from 0 to `most`: 5 to 12 instructions, where libdevice's takes 40, and a branch.
+
+    Args:
+      narrow: whether PyTorch would round the result to bfloat16.
+    """
+    *coefficients, last = _LOG1P_16 if narrow else _LOG1P
+    p = jnp.full_like(x, last)
+    for c in reversed(coefficients):
+        p = p * x + jnp.float32(c)
+    p = p * x
+    return p if most <= 1 else jnp.where(x > 1, jnp.log(x + 1), p)
+
+
 def _round(x: Array) -> Array:
     # Halves go to the even neighbour.
     up = jnp.floor(x + 0.5)

@@ -55,11 +55,13 @@ from ..schedule.inner import (
     within_sides,
 )
 from ..schedule.integer import bounds, from_linear, is_inside, linear
+from ..schedule.laws import non_negative
 from ..schedule.magnitude import magnitude
 from ..schedule.scan import BLOCK, RUNNING, scanned_axis
 from .blocks import Block, Blocks, block_load, block_shape, flattened
 from .native import direct, extreme, gather, summed_from_the_end
-from .pointwise import POINTWISE
+from .pointwise import POINTWISE, log1p
+from .running import LEAST, running_sums
 from .turn import turned
 
 JNP = {
@@ -357,6 +359,8 @@ class Evaluator:
             return Tile(arrays[0] * jnp.float32(inverse), axes)
         if e.name in ("sin", "cos") and self.compute == "f32" and len(axes) > 1:
             return Tile(turned(e.name, arrays[0], magnitude(e.args[0])), axes)
+        if e.name == "log1p" and self.compute == "f32" and non_negative(e.args[0], frozenset()):
+            return Tile(log1p(arrays[0], magnitude(e.args[0]), e.dtype == "bf16"), axes)
         if e.name == "rounded" and self.interpret:
             # XLA takes the cast and its inverse for nothing.
             return Tile(lax.reduce_precision(arrays[0], 8, 7), axes)
@@ -379,7 +383,9 @@ class Evaluator:
         within = self.within(axis)
         if within is not None:
             x = jnp.where(self.spread(within, axes), x, jnp.zeros_like(x))
-        if not back:
+        if x.ndim == 2 and min(x.shape) >= LEAST and max(x.shape) <= 128 and x.dtype == jnp.float32:
+            sums = running_sums(x, at, back, itemsize(e.dtype) == 2, self.interpret)
+        elif not back:
             sums = jnp.cumsum(x, axis=at)
         elif self.interpret:
             sums = lax.cumsum(x, axis=at, reverse=True)

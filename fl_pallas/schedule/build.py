@@ -121,6 +121,11 @@ def _div(args: tuple[Expr, ...], dtype: str) -> Expr | None:
     return _fold(args, dtype, lambda x, y: x / y)
 
 
+def _abs(args: tuple[Expr, ...], dtype: str) -> Expr | None:
+    (a,) = args
+    return op("abs", a.args[0], dtype=dtype) if isinstance(a, Op) and a.name in ("neg", "abs") else None
+
+
 def _floordiv(args: tuple[Expr, ...], dtype: str) -> Expr | None:
     a, n = args
     if is_int(dtype) and isinstance(n, Const) and n.value > 0:
@@ -276,6 +281,7 @@ _RULES: dict[str, Callable[[tuple[Expr, ...], str], Expr | None]] = {
     "mul": _mul,
     "div": _div,
     "neg": lambda args, dtype: _of_either(args[0], dtype, lambda x: -x),
+    "abs": _abs,
     "floordiv": _floordiv,
     "mod": _mod,
     "select": lambda args, dtype: select(*args),

@@ -7,6 +7,7 @@ import math
 from .dtype import is_float
 from .expr import Const, Expr, Op
 from .integer import bounds
+from .laws import non_negative
 
 
 def magnitude(e: Expr) -> float:
@@ -20,6 +21,8 @@ def magnitude(e: Expr) -> float:
         return math.inf
     if e.name in ("sin", "cos", "tanh", "sigmoid", "erf", "uniform"):
         return 1.0
+    if e.name in ("exp", "exp2") and _is_below(e.args[0]):
+        return 1.0
     args = [magnitude(a) for a in e.args[e.name == "select" :]]
     if e.name in ("cast", "neg", "abs", "rounded"):
         return args[0]
@@ -30,3 +33,17 @@ def magnitude(e: Expr) -> float:
     if e.name == "mul" and math.inf not in args:
         return math.prod(args)
     return math.inf
+
+
+def _is_below(e: Expr) -> bool:
+    """Whether e is provably <= 0 (or NaN)."""
+    if isinstance(e, Const):
+        return e.value <= 0
+    if not isinstance(e, Op):
+        return False
+    if e.name == "neg":
+        return non_negative(e.args[0], frozenset())
+    if e.name == "mul":
+        below = [_is_below(a) for a in e.args]
+        return any(one and non_negative(other, frozenset()) for one, other in zip(below, reversed(e.args), strict=True))
+    return any(map(_is_below, e.args)) if e.name == "min" else False
