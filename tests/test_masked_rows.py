@@ -76,3 +76,18 @@ def test_results_of_rows_that_see_nothing(form: str, low: str, device: torch.dev
 def test_gradients_of_rows_that_see_nothing(form: str, low: str, device: torch.device) -> None:
     fn = _program(form, low)
     check_gradients(fn, fl.compile(fn, dynamic=False), _inputs(device), name=f"{form}, {low}")
+
+
+def test_gradients_of_what_scales_rows_that_see_nothing(device: torch.device) -> None:
+    """A sum over all rows is not asked for the exact sums of those that are chosen away."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, t: Tensor) -> Tensor:
+        out = (q @ k.mT * t).masked_fill(~keep, -torch.inf).softmax(-1) @ v
+        return torch.where(keep.any(-1, keepdim=True), out, 0)
+
+    *qkv, keep = _inputs(device)
+    t = torch.tensor([0.5, 0.25], device=device)[:, None, None].requires_grad_()
+    x = [y.requires_grad_() for y in qkv]
+    (found,) = torch.autograd.grad(fl.compile(attention, dynamic=False)(*x, keep, t).sum(), [t])
+    (wanted,) = torch.autograd.grad(attention(*(y.double() for y in x), keep, t).sum(), [t])
+    assert torch.allclose(found, wanted, rtol=1e-4)

@@ -185,36 +185,40 @@ def is_serial(cubin: Cubin) -> bool:
     return products > 0 and _dumped(cubin.binary, "--dump-sass").count("WARPGROUP.ARRIVE") > products
 
 
-# Halves of a 64-bit sum, in uniform registers or in those of a thread: the lower one leaves its carry in a predicate,
-# the upper one takes it.
-_LOWER = re.compile(r"IADD3 (U?R\d+), (U?P\d), (U?R\d+)(?:\.reuse)?, (?:-?0x[0-9a-f]+), U?RZ")
-_UPPER = re.compile(r"IADD3\.X U?R\d+, (U?R\d+)(?:\.reuse)?, (?:-?0x[0-9a-f]+), U?RZ, (U?P\d), !U?PT")
+# The upper half of a 64-bit sum, in uniform registers or in those of a thread, which takes the carry of the lower one;
+# a register that becomes 0.
+_UPPER = re.compile(r"IADD3\.X U?R\d+, (U?R\d+)(?:\.reuse)?, (-?0x[0-9a-f]+), U?RZ, U?P\d, !U?PT")
+_ZERO = re.compile(r"\*/\s+(?:U?MOV (U?R\d+), U?RZ|IMAD\.MOV\.U32 (R\d+), RZ, RZ, RZ|CS2R\S* (R\d+), SRZ) ")
 _WRITTEN = re.compile(r"\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]+) (U?R)(\d+)")
 # A sum of pairs of 16-bit numbers that has lost its constant.
 _NOTHING_ADDED = re.compile(r"VIADD\.16x2 \S+ \S+ (?:(?:0x)?0|RZ) ;")
 
 
 def is_miscompiled(sass: str) -> bool:
-    """Whether a 64-bit sum takes both of its halves from one register, or one of 16-bit pairs adds nothing.
+    """Whether the upper half of a descriptor is not what it should be, or a sum of 16-bit pairs adds nothing.
 
-    ptxas of CUDA 12.8, which Triton 3.6 brings, does the first to some descriptors of matrices in shared memory (an
-    address, and constants in the upper half) that begin where those of another product did; that of 12.9 does not.
-    The product then reads elsewhere, even outside of shared memory. The second is done by all of 12.8 to 13.0 where
-    one of the pair is not used.
+    A descriptor of a matrix in shared memory is an address, zero extended, and constants in the upper half. ptxas of
+    CUDA 12.8, which Triton 3.6 brings, takes the address from a register that has something else, and the upper half
+    from it or from its neighbour (where the matrix begins where that of another product did, or a pointer was in the
+    registers before); that of 12.9 does not. The product then reads elsewhere, or outside of shared memory. The second
+    is done by all of 12.8 to 13.0 where one of the pair is not used.
     """
     if _NOTHING_ADDED.search(sass):
         return True
-    source: dict[str, str] = {}
+    zero: set[str] = set()
     for line in sass.splitlines():
-        if upper := _UPPER.search(line):
-            if source.get(upper[2]) == upper[1]:
-                return True
+        if (upper := _UPPER.search(line)) and _is_of_descriptor(int(upper[2], 16)) and upper[1] not in zero:
+            return True
         if written := _WRITTEN.search(line):
             changed = {f"{written[2]}{int(written[3]) + n}" for n in range(_width(written[1]))}
-            source = {carry: register for carry, register in source.items() if register not in changed}
-        if lower := _LOWER.search(line):
-            source[lower[2]] = lower[3] if lower[3] != lower[1] else ""
+            zero = zero | changed if _ZERO.search(line) else zero - changed
     return False
+
+
+def _is_of_descriptor(upper: int) -> bool:
+    """Whether a constant is the upper half of a descriptor: how rows are interleaved in the first two bits, and how far
+    apart eight of them are in the last 14."""
+    return upper & 0xC0000000 != 0 and upper & 0x3FFF0000 == 0
 
 
 # Of PTX: an instruction's results; a matrix instruction and its operand in registers; labels, jumps, ends.
@@ -318,7 +322,9 @@ def _width(op: str) -> int:
     """How many registers an instruction writes, at most."""
     if "GMMA" in op:
         return 256
-    return 4 if ".128" in op or "MMA" in op or "LDSM" in op else 2 if ".64" in op or ".WIDE" in op else 1
+    if ".128" in op or "MMA" in op or "LDSM" in op:
+        return 4
+    return 2 if ".64" in op or ".WIDE" in op or op == "CS2R" else 1
 
 
 def resources(cubin: bytes) -> tuple[int, int]:

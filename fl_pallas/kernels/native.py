@@ -54,20 +54,32 @@ def direct(loaded: Array) -> Array:
 def read_once(x: Array) -> Array:
     """`x`, a row of float32 that a loop ends with, for whatever reads it: Triton 3.6 ends the compilation by an
     assertion where two operations read a sum that it would finish behind the loop."""
-    return plgpu.elementwise_inline_asm(
+    return _copied(x)
+
+
+def opaque(x: Array, interpret: bool) -> Array:
+    """`x` of float32; Triton moves nothing that is made of it to before it."""
+    if interpret:
+        return x
+    (out,) = plgpu.elementwise_inline_asm(
         "mov.b32 $0, $1;",
         args=[x],
         constraints="=r,r",
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-    )[0]
+    )
+    return out
 
 
-def opaque(x: Array) -> Array:
-    """`x` [m, n] of float32, of which Triton moves nothing that is made of it to before it."""
-    return plgpu.elementwise_inline_asm(
-        "mov.b32 $0, $1;", args=[x], constraints="=r,r", pack=1, result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)]
-    )[0]
+def _copied(x: Array) -> Array:
+    (out,) = plgpu.elementwise_inline_asm(
+        "mov.b32 $0, $1;",
+        args=[x],
+        constraints="=r,r",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return out
 
 
 def summed_from_the_end(x: Array, axis: int) -> Array:

@@ -6,39 +6,50 @@ matrix unit, which has time.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import Array, lax
 
 from .native import opaque, summed_from_the_end
 
-# As many numbers of bfloat16 hold all bits of a float32; for sums that PyTorch would round to 16 bits, fewer hold enough.
+# As many numbers of bfloat16 hold all bits of a float32; of what PyTorch would round to 16 bits, fewer hold enough.
 PARTS, NARROW_PARTS = 3, 2
-# What the matrix unit takes at least of an operand's side.
-LEAST = 16
+# What the matrix unit takes at least of an operand's side; and the most ones of a side.
+LEAST, MOST = 16, 128
+# What an infinity, its opposite and what is no number count for: as many as a tile may hold of them do not add up.
+_PLUS, _MINUS, _NAN = 1.0, 256.0, 65536.0
 
 
-def running_sums(x: Array, along: int, back: bool, narrow: bool, interpret: bool) -> Array:
-    """Running sums of a tile of float32 [m, n], m and n from `LEAST` on, along a dimension.
+def running_sums(x: Array, along: int, back: bool, whole: bool, narrow: bool, interpret: bool, native: bool) -> Array:
+    """Running sums of a tile along a dimension.
 
     Args:
       back: from the end on.
+      whole: whether an element is in its own sum.
       narrow: whether PyTorch would round the sums to 16 bits.
       interpret: whether XLA runs it on a CPU, where some of its products know no bfloat16.
+      native: whether it is in Triton's hands, with what JAX has no name for.
     """
-    side = x.shape[along]
-    row, column = (lax.broadcasted_iota(jnp.int32, (side, side), d) for d in (0, 1))
+    shape, each = x.shape, x.shape[along]
+    # Several blocks of a row side by side.
+    joined = x.ndim == 3 and along == 2 and shape[1] * shape[2] <= MOST
+    if x.ndim != 2 and not joined or min(shape[0], each) < LEAST or x.dtype != jnp.float32:
+        return _scanned(x, along, back, whole, interpret, native)
+    if joined:
+        x, along = x.reshape(shape[0], -1), 1
+    row, column = (lax.broadcasted_iota(jnp.int32, (x.shape[along],) * 2, d) for d in (0, 1))
+    first, second = (row, column) if back == bool(along) else (column, row)
+    one = first >= second if whole else first > second
+    if joined:
+        one = one & (row // each == column // each)
     kind = jnp.float32 if interpret else jnp.bfloat16
-    ones = (row >= column if back == bool(along) else row <= column).astype(kind)
+    ones = one.astype(kind)
 
     def summed(part: Array) -> Array:
         sides = (part.astype(kind), ones) if along else (ones, part.astype(kind))
         return lax.dot_general(*sides, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-
-    def scanned() -> Array:
-        if interpret:
-            return lax.cumsum(x, axis=along, reverse=back)
-        kept = opaque(x)
-        return summed_from_the_end(kept, along) if back else jnp.cumsum(kept, axis=along)
 
     rest, part = x, _upper(x)
     sums = summed(part)
@@ -47,10 +58,39 @@ def running_sums(x: Array, along: int, back: bool, narrow: bool, interpret: bool
         part = _upper(rest)
         sums = sums + summed(part)
     # In a product an infinity, times 0, reaches elements before it.
-    return lax.cond(jnp.sum(x * jnp.float32(0)) == 0, lambda: sums, scanned)
+    is_finite = jnp.sum(x * jnp.float32(0)) == 0
+
+    def scanned() -> Array:
+        tile = opaque(x, interpret).reshape(shape)
+        return _scanned(tile, tile.ndim - 1 if joined else along, back, whole, interpret, native).reshape(x.shape)
+
+    return lax.cond(is_finite, lambda: sums, scanned).reshape(shape)
 
 
 def _upper(x: Array) -> Array:
-    """The upper half of the bits of float32, a number of bfloat16: what is cut off, unlike what is rounded off, is found
-    without a conversion back."""
+    """The upper half of float32's bits, a number of bfloat16: what is cut off, unlike what is rounded off, needs no
+    conversion back."""
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(1 << 16)), jnp.float32)
+
+
+def _scanned(x: Array, along: int, back: bool, whole: bool, interpret: bool, native: bool) -> Array:
+    if not whole:
+        return _of_others(x, lambda y: _scanned(y, along, back, True, interpret, native) - y)
+    if interpret:
+        return lax.cumsum(x, axis=along, reverse=back)
+    if not back:
+        return jnp.cumsum(x, axis=along)
+    return summed_from_the_end(x, along) if native else jnp.sum(x, axis=along, keepdims=True) - jnp.cumsum(x, along) + x
+
+
+def _of_others(x: Array, summed: Callable[[Array], Array]) -> Array:
+    """Running sums without an element itself, by such of finite numbers: infinities, and what is no number, are
+    counted."""
+    zero, nan, infinite = (jnp.full_like(x, n) for n in (0, math.nan, math.inf))
+    signed = jnp.where(x > 0, jnp.full_like(x, _PLUS), jnp.full_like(x, _MINUS))
+    special = jnp.where(x != x, jnp.full_like(x, _NAN), jnp.where(jnp.abs(x) == math.inf, signed, zero))
+    seen = summed(special)
+    sums = summed(jnp.where(special == 0, x, zero))
+    plus = seen - jnp.floor(seen / _MINUS) * _MINUS > 0
+    of_infinities = jnp.where((seen >= _NAN) | plus & (seen >= _MINUS), nan, jnp.where(plus, infinite, -infinite))
+    return jnp.where(seen == 0, sums, of_infinities)

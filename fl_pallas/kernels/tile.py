@@ -59,9 +59,9 @@ from ..schedule.laws import non_negative
 from ..schedule.magnitude import magnitude
 from ..schedule.scan import BLOCK, RUNNING, scanned_axis
 from .blocks import Block, Blocks, block_load, block_shape, flattened
-from .native import direct, extreme, gather, summed_from_the_end
+from .native import direct, extreme, gather
 from .pointwise import POINTWISE, log1p
-from .running import LEAST, running_sums
+from .running import running_sums
 from .turn import turned
 
 JNP = {
@@ -372,7 +372,7 @@ class Evaluator:
         """What comes before the tile, or after it, and what the tile itself has up to each of its indices."""
         body, place, before, count = e.args
         axis = scanned_axis(e)
-        back = e.name == "running_back"
+        back, whole = e.name in ("running_back", "later"), e.name in ("running", "running_back")
         axes = self.sorted_axes(free_axes(body) | {axis})
         start, side = self.start(axis), self.side(axis)
         if side < min(BLOCK, axis.extent):
@@ -383,16 +383,7 @@ class Evaluator:
         within = self.within(axis)
         if within is not None:
             x = jnp.where(self.spread(within, axes), x, jnp.zeros_like(x))
-        if x.ndim == 2 and min(x.shape) >= LEAST and max(x.shape) <= 128 and x.dtype == jnp.float32:
-            sums = running_sums(x, at, back, itemsize(e.dtype) == 2, self.interpret)
-        elif not back:
-            sums = jnp.cumsum(x, axis=at)
-        elif self.interpret:
-            sums = lax.cumsum(x, axis=at, reverse=True)
-        elif self.blocks is not None:
-            sums = summed_from_the_end(x, at)
-        else:
-            sums = jnp.sum(x, axis=at, keepdims=True) - jnp.cumsum(x, axis=at) + x
+        sums = running_sums(x, at, back, whole, itemsize(e.dtype) == 2, self.interpret, self.blocks is not None)
         first = jnp.int32(0) if start is None else start
         last = jnp.minimum(first + jnp.int32(side - 1), jnp.asarray(self.extent(axis), jnp.int32) - jnp.int32(1))
         self.push({axis: last if back else first}, {axis: 1})

@@ -30,6 +30,7 @@ from .expr import (
     raw_reduce,
     walk,
 )
+from .scan import RUNNING, place_of
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "lt": lambda a, b: a < b,
@@ -373,10 +374,46 @@ def _substitute(
             inner, known = {a: i for a, i in mapping.items() if a != axis}, {}
         body = _substitute(e.body, inner, replace, known, left)
         out = e if body is e.body else reduce(e.kind, axis, body, e.dtype)
+    elif isinstance(e, Op) and e.name in RUNNING:
+        out = _substitute_running(e, mapping, replace, memo, left)
     else:
         out = with_children(e, tuple(_substitute(c, mapping, replace, memo, left) for c in children(e)))
     memo[e] = out
     return out
+
+
+def _substitute_running(
+    e: Op, mapping: dict[Axis, Expr], replace: dict[Expr, Expr], memo: dict[Expr, Expr], left: list[int]
+) -> Expr:
+    """A running sum elsewhere: up to the next index, or the last, it is that up to an index, and an element, or without
+    one. Tiles then have its blocks, and what it sums up knows nothing of where it ends."""
+    there = with_children(e, tuple(_substitute(c, mapping, replace, memo, left) for c in e.args))
+    before, after = place_of(e), place_of(there) if isinstance(there, Op) else None
+    if before is None or after is None or before[1]:
+        return there
+    axis, shift = after
+    for a in free_axes(e.args[0]) - free_axes(e.args[1]):
+        if axis in free_axes(mapping.get(a, index(a))):
+            raise Unsupported("a running sum", "it is looked up along its rows")
+    if abs(shift) != 1:
+        return there
+    back = op("sub", mapping.get(before[0], index(before[0])), const(shift, "i64"), dtype="i64")
+    args = tuple(_substitute(c, {**mapping, before[0]: back}, replace, {}, left) for c in e.args)
+    name = _NEIGHBOUR.get((e.name, shift))
+    if name is not None:
+        return raw_op(name, args, e.dtype)
+    if e.name not in ("running", "running_back"):
+        return there
+    return op("add", raw_op(e.name, args, e.dtype), there.args[0], dtype=e.dtype)  # type: ignore[union-attr]
+
+
+# A running sum up to so many indices further, and what it is up to an index.
+_NEIGHBOUR = {
+    ("running", -1): "earlier",
+    ("running_back", 1): "later",
+    ("earlier", 1): "running",
+    ("later", -1): "running_back",
+}
 
 
 def with_children(e: Expr, args: tuple[Expr, ...]) -> Expr:

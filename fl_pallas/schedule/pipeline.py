@@ -36,7 +36,7 @@ from .passes.picked import picked
 from .passes.places import places
 from .passes.prologue import into_prologues
 from .passes.rounded import grow_rounded
-from .passes.scans import grow_scanned, in_order
+from .passes.scans import grow_scanned, scans
 from .passes.share import lend, loading, share
 from .passes.skip_tiles import skip_tiles
 from .passes.split_loop import split_loop
@@ -99,11 +99,10 @@ def schedule(
     if verify:
         verify_program(program)
     record("program", partial(program_text, program))
-    grown = grow_scanned(program)
     try:
-        return _scheduled(*grown, target, record, verify)
+        return _scheduled(*grow_scanned(program), target, record, verify)
     except Unsupported:
-        if grown[0] is program:
+        if not scans(program):
             raise
         # Whatever a scan stood in the way of: it is PyTorch's, and what it reads is stored.
         return _scheduled(program, *grow_rounded(program), target, record, verify)
@@ -135,7 +134,7 @@ def _scheduled(
         groups = fuse(program, region)
         for fused in groups:
             record("fuse", partial(fused_text, fused))
-        groups = tuple(map(by_cases, map(itself, map(in_order, groups))))
+        groups = tuple(map(by_cases, map(itself, groups)))
         groups = tuple(map(unflatten, groups))
         for fused in groups:
             record("unflatten", partial(fused_text, fused))

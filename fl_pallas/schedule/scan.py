@@ -1,7 +1,7 @@
 """Running sums on tiles: `running(x, j, before, n)` is `before`, of the block of j, and what that has of x up to j.
 
-`running_back` is the same from the other end. Of n elements in all, x has none beyond. Tiles are whole blocks, and hold
-the axis of j in order: j is that axis, or the axis and whole blocks.
+`running_back` is the same from the other end; `earlier` and `later` are without x at j itself. Of n elements in all, x
+has none beyond. Tiles are whole blocks, and hold the axis of j in order: j is that axis, or the axis and whole blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .integer import linear
 
 # Indices of a block.
 BLOCK = 32
-RUNNING = ("running", "running_back")
+RUNNING = ("running", "running_back", "earlier", "later")
 
 
 def place_of(e: Op) -> tuple[Axis, int] | None:

@@ -225,13 +225,21 @@ RIGHT = """
         /*15828*/                   UMOV UR4, URZ ;
         /*15830*/                   UIADD3.X UR9, UR4, -0x3ffffff0, URZ, UP0, !UPT ;
         /*0560*/                    IADD3 R0, P2, R3, 0x2, RZ ;
-        /*0570*/                    LDG.E.128 R0, [R8] ;
+        /*0570*/                    CS2R R2, SRZ ;
         /*05c0*/                    IADD3.X R2, R3, 0x40000040, RZ, P2, !PT ;
+        /*0600*/                    IADD3.X R7, R5, -0x1, RZ, P2, !PT ;
+"""
+# The pointer that was in the registers before, in the place of an address in shared memory.
+WRONG_BY_POINTER = """
+        /*18d0*/                   LEA.HI.X R19, R12, UR23, RZ, 0x2, P4 ;
+        /*1960*/                   UIADD3 UR22, UP1, UR22, 0x20, URZ ;
+        /*19d0*/                   UIADD3.X UR23, UR23, -0x3ffffff0, URZ, UP1, !UPT ;
 """
 
 
 def test_wrong_addresses_are_found() -> None:
-    assert is_miscompiled(WRONG) and is_miscompiled(RIGHT + WRONG) and is_miscompiled(WRONG_IN_THREADS)
+    for wrong in (WRONG, RIGHT + WRONG, WRONG_IN_THREADS, WRONG_BY_POINTER):
+        assert is_miscompiled(wrong)
     assert not is_miscompiled(RIGHT)
 
 

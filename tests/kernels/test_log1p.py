@@ -18,7 +18,9 @@ from fl_pallas.schedule.magnitude import magnitude
 @pytest.mark.parametrize("most", [1.0, math.inf])
 def test_accuracy(most: float, narrow: bool, bound: float) -> None:
     made = np.random.default_rng(0)
-    x = np.concatenate([made.uniform(0, 1, 100_000), 10.0 ** made.uniform(-30, 0 if most == 1 else 30, 100_000), [0, 1]])
+    x = np.concatenate(
+        [made.uniform(0, 1, 100_000), 10.0 ** made.uniform(-30, 0 if most == 1 else 30, 100_000), [0, 1]]
+    )
     x = x.astype(np.float32)
     expected = np.log1p(x.astype(np.float64))
     error = np.abs(np.asarray(log1p(jnp.asarray(x), most, narrow)) - expected)

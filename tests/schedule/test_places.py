@@ -54,6 +54,19 @@ POSITIONS: dict[str, Callable] = {
 }
 
 
+def test_positions_of_what_rows_are_shifted_by(device: torch.device) -> None:
+    """What a row's scores are taken from, inside of a sum, does not move their maximum: it equals one of them."""
+
+    def of_the_nearest(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        s = q @ k.mT
+        s = s - s.mean(-1, keepdim=True) + bias
+        return (s == s.amax(-1, keepdim=True)).to(v.dtype) @ v
+
+    inputs = [t.to(device) for t in (*torch.randn(3, 2, 40, 16), torch.randn(40))]
+    made = fl.compile(of_the_nearest)(*inputs)
+    assert torch.allclose(made, of_the_nearest(*inputs), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", POSITIONS)
 @pytest.mark.parametrize("n", [3, 100, 257])
 def test_positions_are_exact(name: str, n: int, device: torch.device) -> None:

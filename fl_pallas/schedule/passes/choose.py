@@ -23,7 +23,7 @@ from ..inner import (
     power_of_two,
 )
 from ..plan import Accumulator, Anchor, Choices, Loop, Store
-from ..scan import BLOCK
+from ..scan import BLOCK, RUNNING, scanned_axes
 from ..target import Target
 
 MIN_TILE = 16
@@ -52,6 +52,13 @@ class Roles:
 def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> Roles:
     """Sort the parallel axes of a kernel into features, row and batch."""
     axes = [a for a in parallel if a.extent > 1]
+    scanned = set() if loops else scanned_axes([s.expr for s in stores])
+    if scanned:
+        # Running sums of what is stored, of many rows at once.
+        column, *_ = sorted(scanned, key=lambda a: -a.extent)
+        others = [a for a in axes if a != column]
+        row = max(others, key=lambda a: (a.extent, axes.index(a)), default=None)
+        return Roles((), row, tuple(a for a in others if a != row), column)
     updates = [s.update for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
     bodies = updates or [s.expr for s in stores]
     heavy = [n for e in bodies for n in walk(e) if isinstance(n, Reduce) or isinstance(n, Op) and n.name in HEAVY]
@@ -222,9 +229,9 @@ def choose(
     ways = itertools.zip_longest(*(_fitting(fixed, kinds, loops, stores, bytes_, target, scanned) for fixed in sides))
     found: list[Choices] = []
     for c in (c for way in ways for c in way if c is not None):
-        wider = _widened(c, kinds, loops, stores, target)
-        if wider is not None and pressure(wider, kinds, loops, stores, bytes_, target) <= SLACK:
-            found.append(wider)
+        for wider in _widened(c, kinds, loops, stores, target):
+            if pressure(wider, kinds, loops, stores, bytes_, target) <= SLACK:
+                found.append(wider)
         found.append(c)
     return tuple(dict.fromkeys((*([] if scanned else _by_thread(kinds, loops)), *found)))
 
@@ -257,11 +264,12 @@ def _by_thread(kinds: Roles, loops: tuple[Loop, ...]) -> list[Choices]:
 
 def _widened(
     c: Choices, kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ...], target: Target
-) -> Choices | None:
+) -> list[Choices]:
     """`c` with several indices of a batch axis in a tile, where programs are many and each has little to do (heads that
-    are mixed, for one row of queries at a time); None if no axis allows it.
+    are mixed, for one row of queries at a time); none if no axis allows it.
 
-    One that does goes with another along one side of a product, and is in no other sums but a loop's.
+    One that does goes with another along one side of a product, and is in no other sums but a loop's. Running sums take
+    registers that no model knows, so that half as many may be more.
     """
     tiles, tiled = dict(c.tiles), frozenset(a for a, n in c.tiles if n > 1)
     updates = [(s.update, loop.axis) for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
@@ -282,10 +290,12 @@ def _widened(
 
     ways = [a for a in kinds.batch if a.extent > 1 and allows(a)] if room >= SMALL else []
     if not ways:
-        return None
+        return []
     widest = max(ways, key=lambda a: (a.extent, a.name))
     side = min(1 << (room.bit_length() - 1), power_of_two(widest.extent))
-    return Choices(tuple((a, side if a == widest else n) for a, n in c.tiles), c.warps, c.stages)
+    scanned = any(isinstance(n, Op) and n.name in RUNNING for e in exprs for n in walk(e))
+    sides = (side, side // 2) if scanned and side > 2 else (side,)
+    return [Choices(tuple((a, s if a == widest else n) for a, n in c.tiles), c.warps, c.stages) for s in sides]
 
 
 def _can_halve(stores: tuple[Store, ...]) -> bool:
@@ -421,7 +431,7 @@ def _products(loop: Loop, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int
 # Operations that take a dozen instructions, and registers for them.
 COSTLY = (
     "exp", "tanh", "sigmoid", "log", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "pow", "erf", "log1p",
-    "expm1", "running", "running_back",
+    "expm1", *RUNNING,
 )  # fmt: skip
 
 

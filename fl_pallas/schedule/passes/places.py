@@ -53,7 +53,11 @@ def _core(e: Expr, axis: Axis) -> Expr:
     while isinstance(e, Op):
         varying = [n for n, a in enumerate(e.args) if axis in free_axes(a)]
         if len(varying) != 1:
-            break
+            terms = _varying_terms(e, axis)
+            if terms is e:
+                break
+            e = terms
+            continue
         (n,) = varying
         others = [a for k, a in enumerate(e.args) if k != n]
         scaled = e.name == "mul" or e.name == "div" and n == 0
@@ -62,6 +66,18 @@ def _core(e: Expr, axis: Axis) -> Expr:
             break
         e = e.args[n]
     return e
+
+
+def _varying_terms(e: Expr, axis: Axis) -> Expr:
+    """A sum, without the terms that are the same along the axis."""
+    if not isinstance(e, Op) or e.name not in ("add", "sub"):
+        return e
+    a, b = e.args
+    if axis not in free_axes(b):
+        return _varying_terms(a, axis)
+    if axis not in free_axes(a):
+        return _varying_terms(b, axis) if e.name == "add" else e
+    return op(e.name, _varying_terms(a, axis), _varying_terms(b, axis), dtype=e.dtype)
 
 
 def _positive(e: Expr) -> bool:

@@ -15,6 +15,7 @@ from ..build import cast, op, row_major, substitute
 from ..expr import Axis, Expr, Index, Load, Op, free_axes, index, loads
 from ..integer import linear
 from ..plan import KernelPlan, Store, expressions, operand_names
+from ..scan import scanned_axes
 from .lay_out import rewritten
 
 
@@ -26,7 +27,8 @@ def into_prologues(plans: Sequence[KernelPlan], results: Collection[str]) -> lis
     """
     made = list(plans)
     for small in plans:
-        if small.loops:
+        # Running sums are of tiles, of which a program has one row.
+        if small.loops or scanned_axes([s.expr for s in small.stores]):
             continue
         for host in [p for p in made if p.loops and _reads(p, small)]:
             taken = _taken(small, host)

@@ -7,6 +7,7 @@ less than that rounding makes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -73,7 +74,7 @@ def _corrected(e: Expr, stands: Load, exact: Reduce, stored: str = "") -> Expr:
             slopes = _slopes(body, m) if along and free_axes(body) <= own.union(along) else None
             if slopes is not None:
                 place = {i.axis: j for i, j in zip(stands.index, m.index, strict=True) if isinstance(i, Index)}
-                residual = op("sub", substitute(exact, place), m, dtype=n.dtype)
+                residual = _finite(op("sub", substitute(exact, place), m, dtype=n.dtype))
                 whole = _summed(body, along, n.dtype)
                 for slope in slopes:
                     term = op("mul", residual, _summed(slope, along, n.dtype), dtype=n.dtype)
@@ -91,6 +92,12 @@ def _corrected(e: Expr, stands: Load, exact: Reduce, stored: str = "") -> Expr:
         return memo[n]
 
     return visit(e)
+
+
+def _finite(residual: Expr) -> Expr:
+    """A difference, or 0 where it is none: both sums of a row that sees nothing are NaN, and perhaps not asked for."""
+    size = op("abs", residual, dtype=residual.dtype)
+    return select(op("lt", size, const(math.inf, residual.dtype), dtype="bool"), residual, const(0.0, residual.dtype))
 
 
 def _is_along(e: Expr, m: Load, own: frozenset[Axis]) -> bool:

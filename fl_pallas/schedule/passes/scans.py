@@ -16,16 +16,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..build import op, reduce, select, substitute
-from ..expr import Axis, Const, Expr, Load, Op, Reduce, const, free_axes, index, load, loads, reductions, walk
+from ..expr import Axis, Const, Expr, Load, Op, Reduce, const, free_axes, index, load, loads, reductions
 from ..inner import factors
 from ..integer import linear
 from ..program import PART, Program, Value, reads_of
-from ..scan import BLOCK, RUNNING, place_of
-from .fuse import Fused
+from ..scan import BLOCK
 from .grow_regions import Growth, Region
 from .joins import join
 from .resolve_views import inline_load, inlined, resolve_views
 from .rounded import grow_rounded
+
+# As many blocks are summed up for each of them.
+FEW = 16
 
 
 def grow_scanned(viewed: Program) -> tuple[Program, Program, Growth, frozenset[str]]:
@@ -172,43 +174,24 @@ def _opened(v: Value, scan: Scan) -> list[Value]:
         inside = op("lt", key, const(axis.extent, "i64"), dtype="bool")
         own = select(inside, substitute(read, {axis: key}), const(0.0, read.dtype))
         made.append(stored(blocks, reduce("sum", each, own, held)))
-        earlier = op("gt" if back else "lt", index(m), index(n), dtype="bool")
-        others = select(earlier, of_block(blocks, index(m)), const(0.0, held))
-        made.append(stored(before, reduce("sum", m, others, held)))
+
+        def sum_of_blocks(earlier: Expr) -> Expr:
+            return reduce("sum", m, select(earlier, of_block(blocks, index(m)), const(0.0, held)), held)
+
+        if count <= FEW or held == "f64":
+            made.append(stored(before, sum_of_blocks(op("gt" if back else "lt", index(m), index(n), dtype="bool"))))
+        else:
+            # As running sums themselves, of what tiles of blocks come before.
+            here, there = (op("floordiv", index(a), const(BLOCK, "i64"), dtype="i64") for a in (n, m))
+            outer = sum_of_blocks(op("gt" if back else "lt", there, here, dtype="bool"))
+            sums = (of_block(blocks, index(n)), index(n), outer, const(count, "i64"))
+            made.append(stored(before, op("later" if back else "earlier", *sums, dtype=held)))
         outside = of_block(before, op("floordiv", place, const(BLOCK, "i64"), dtype="i64"))
-    expr = op(RUNNING[back], read, place, outside, const(axis.extent, "i64"), dtype=held)
+    sums = (read, place, outside, const(axis.extent, "i64"))
+    expr = op("running_back" if back else "running", *sums, dtype=v.dtype)
     if not scan.whole:
         expr = op("sub", expr, read, dtype=held)
     if v.scanned is not None and back:
         made.append(Value(other_way, v.axes, v.dtype, expr, v.op, reads_of(expr), where=v.where))
         expr = substitute(load(other_way, tuple(map(index, v.axes)), v.dtype), {axis: _from_the_end(axis)})
     return [*made, replace(v, expr=expr, reads=reads_of(expr), scanned=None, why="")]
-
-
-def in_order(fused: Fused) -> Fused:
-    """Before: a running sum up to the next, or the last, index of an axis. After: up to the index, and an element.
-
-    Tiles then have its blocks. What is inside of another moves along with it.
-    """
-    return Fused(tuple(replace(o, expr=_all_in_order(o.expr)) for o in fused.outputs))
-
-
-def _all_in_order(e: Expr) -> Expr:
-    while moved := {n: new for n in walk(e) if isinstance(n, Op) and (new := _in_order(n)) is not n}:
-        e = substitute(e, {}, dict(moved))
-    return e
-
-
-def _in_order(e: Op) -> Expr:
-    if e.name not in RUNNING:
-        return e
-    found = place_of(e)
-    if found is None or abs(found[1]) != 1:
-        return e
-    axis, shift = found
-    moved = {axis: op("sub", index(axis), const(shift, "i64"), dtype="i64")}
-    here = op(e.name, *(substitute(a, moved) for a in e.args), dtype=e.dtype)
-    # The next index has one element more from the beginning, and one less from the end.
-    more = (shift > 0) == (e.name == "running")
-    element = e.args[0] if more else substitute(e.args[0], moved)
-    return op("add" if more else "sub", here, element, dtype=e.dtype)
