@@ -619,7 +619,9 @@ class Evaluator:
         kept, gone, back = self._push_window(s)
         try:
             left, right, scale = self._sides(s.product, axis, dtype)
-            out = self._product(left, right, axis)
+            of_window = tuple(f for f in scale if s.position in ref_names(f))
+            out = self._scaled(self._product(left, right, axis), of_window)
+            scale = tuple(f for f in scale if f not in of_window)
         finally:
             self.pop()
         along = out.axes.index(s.window)

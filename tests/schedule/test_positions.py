@@ -134,6 +134,18 @@ def by_data(q: Tensor, k: Tensor, v: Tensor, table: Tensor, steps: Tensor) -> Te
     return (q @ k.mT / 4 + table[steps].permute(0, 3, 1, 2)).softmax(-1) @ v
 
 
+def test_keys_normalised_beside_a_table(device: torch.device) -> None:
+    """A factor of each key has its place in the window of positions too."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        i = torch.arange(q.shape[-2], device=q.device)
+        bias = table[i[:, None] - i + q.shape[-2] - 1]
+        return (q @ torch.nn.functional.normalize(k, dim=-1).mT + bias).softmax(-1) @ v
+
+    q, k, v = (torch.randn(2, 77, 16, device=device) for _ in range(3))
+    check_gradients(fn, fl.compile(fn, fallback="error"), (q, k, v, torch.randn(153, device=device)))
+
+
 def test_positions_of_data(device: torch.device) -> None:
     q, k, v = (torch.randn(2, 2, 100, 16, device=device) for _ in range(3))
     inputs = (q, k, v, torch.randn(9, 2, device=device), torch.randint(-9, 9, (2, 100, 100), device=device))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fl_pallas as fl
@@ -155,3 +157,18 @@ def test_scores_are_not_taken_apart() -> None:
         for step in (s for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)):
             for r in reductions(step.update):
                 assert len(free_axes(r.body) & tiled) < 2 or is_matrix_product(r.body, r.axis, tiled | {r.axis})
+
+
+def cosines_with_bias(q: Tensor, k: Tensor, v: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """Swin V2: cosines times what a head learns, with a bias that is as large."""
+    cosines = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).mT
+    return (cosines * scale.exp() + bias).softmax(-1) @ v
+
+
+def test_weights_add_up_to_one_in_each_kernel(device: torch.device) -> None:
+    """Where a product and a sum round at once in one kernel, and in turn in another."""
+    made = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 25, 8, generator=made) for _ in range(3))
+    scale, bias = torch.full((2, 1, 1), math.log(50.0)), 16 * torch.rand(2, 25, 25, generator=made)
+    inputs = tuple(x.to(device) for x in (q, k, v, scale, bias))
+    check_gradients(cosines_with_bias, fl.compile(cosines_with_bias, dynamic=False), inputs)

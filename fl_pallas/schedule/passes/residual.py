@@ -20,7 +20,7 @@ from .fuse import Fused, Output
 MAX_TERMS = 8
 
 
-def with_residuals(groups: tuple[Fused, ...], near: Mapping[Load, Reduce]) -> tuple[Fused, ...]:
+def with_residuals(groups: tuple[Fused, ...], near: Mapping[Load, Expr]) -> tuple[Fused, ...]:
     """Before: `sum[j](f(i, j, near[i]))`, with `near` a value close to a sum over j. After: that, and the sum's
     difference from it times `sum[j](∂f/∂near)`; all of it are sums of one loop, and f is affine in `near`.
 
@@ -43,7 +43,7 @@ def _is_of_rows(o: Output, stands: Load) -> bool:
     return stands in loads(o.expr) and all(isinstance(i, Index) and i.axis in o.axes for i in stands.index)
 
 
-def _with_exact(groups: tuple[Fused, ...], at: int, stands: Load, exact: Reduce) -> tuple[Fused, ...]:
+def _with_exact(groups: tuple[Fused, ...], at: int, stands: Load, exact: Expr) -> tuple[Fused, ...]:
     """`groups`, one of which has the rows of a sum and stores it, if any of them has to correct something."""
     corrected = tuple(_each(g, lambda e: _corrected(e, stands, exact)) for g in groups)
     axes = tuple(i.axis for i in stands.index if isinstance(i, Index))
@@ -58,7 +58,7 @@ def _each(g: Fused, change: Callable[[Expr], Expr]) -> Fused:
     return Fused(tuple(replace(o, expr=change(o.expr)) for o in g.outputs))
 
 
-def _corrected(e: Expr, stands: Load, exact: Reduce, stored: str = "") -> Expr:
+def _corrected(e: Expr, stands: Load, exact: Expr, stored: str = "") -> Expr:
     """`e` with sums along a row corrected; and, where the exact sum is `stored`, with that in sums over rows."""
 
     def rule(n: Expr) -> Expr:
