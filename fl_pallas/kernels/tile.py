@@ -71,6 +71,8 @@ JNP = {
 IDENTITY = {"sum": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf, "any": False, "all": True}
 # Longer sums that are taken one index at a time are loops: unrolled, all their operands would be loaded at once.
 UNROLL = 4
+# The same for sums inside of sums: as many copies of the innermost at most.
+UNROLL_IN_ALL = 4
 CHUNK = 64
 # Where tiles are so small that these elements are those of many indices, or all, sums take as many at once: the loads
 # of one index after another wait for memory each time. They are the first dimension, which a thread has to itself.
@@ -182,6 +184,8 @@ class Evaluator:
         self.scopes: list[Scope] = []
         # Axes in whose place others stand, in a tile's dimensions.
         self.places: dict[Axis, Axis] = {}
+        # Copies that are being made of what is inside of sums.
+        self.unrolled = 1
 
     # --- scopes ---------------------------------------------------------------------------------
 
@@ -823,9 +827,11 @@ class Evaluator:
             self.pop()
             return self.combined(r.kind, total, x)
 
-        if steps <= UNROLL:
+        if steps <= UNROLL and steps * self.unrolled <= UNROLL_IN_ALL:
+            self.unrolled *= steps
             for n in range(steps):
                 total = step(n, total)
+            self.unrolled //= steps
         else:
             total = lax.fori_loop(0, steps, step, total)
         self.places = places
