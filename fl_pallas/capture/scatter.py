@@ -43,6 +43,8 @@ aten = torch.ops.aten
 # Positions of the longest table whose elements ask every value. Each of them goes over all tiles of values that may be
 # its own: those are few where positions are made of indices alone, and all where they are data.
 MAX_ASKING = 128
+# Values (of each row, say) that every element may ask, however many elements there are.
+FEW = 8
 
 
 def _found(
@@ -59,7 +61,13 @@ def _found(
     """
     found: dict[Axis, Expr] = {p: ZERO if p.extent == 1 else index(p) for p in places if p.extent == 1 or p in given}
     here: Expr = build.TRUE
-    left = [(target, *_positive(i, n, places)) for target, i, n in wanted]
+    by_data: list[tuple[Expr, Expr, int]] = []
+    left: list[tuple[Expr, dict[Expr, int], int]] = []
+    for target, i, n in wanted:
+        try:
+            left.append((target, *_positive(i, n, places)))
+        except Unsupported:
+            by_data.append((target, i, n))
     while left:
         # The one with the fewest unknowns: none is a test, one gives a place, and two have to wait for another's.
         target, terms, c = min(left, key=lambda w: len(_unknown(w[1], places, found)))
@@ -81,7 +89,12 @@ def _found(
         i = found[place] = integer("floordiv", rest if step > 0 else integer("sub", ZERO, rest), abs(step))
         here = every(here, integer("eq", integer("mod", rest, abs(step)), 0), within(i, place.extent))
     if left or len(found) < len(places):
+        if by_data:
+            raise Unsupported("aten.index_put", "positions that are no ranges, or count from both ends")
         raise Unsupported("aten.index_put", "several values may go to one position")
+    # Of a value whose place is known, any position is (a label for each row).
+    for target, i, n in by_data:
+        here = every(here, integer("eq", target, wrapped(build.substitute(i, found), n)))
     return here, tuple(found[p] for p in places)
 
 
@@ -109,13 +122,20 @@ def _sum(
 ) -> Expr:
     """The sum of the values, of all places, whose position is the one that is wanted; `_found` says of what.
 
-    Raises: `refusal` where there are too many positions to go over all values for each.
+    Raises: `refusal` where there are too many positions to go over all values for each, if those are not few.
     """
+
+    def are_few(asked: Sequence[Axis]) -> bool:
+        return math.prod(p.extent for p in asked) <= FEW or math.prod(n for *_, n in wanted) <= MAX_ASKING
+
+    by_data = any(loads(i) for _, i, _ in wanted)
     for given in itertools.chain.from_iterable(itertools.combinations(places, n) for n in range(1, len(places))):
+        if by_data and not are_few(given):
+            continue
         with contextlib.suppress(Unsupported):
             here, where = _found(wanted, places, given)
             return _total(here, value(where), given, dtype)
-    if math.prod(n for *_, n in wanted) > MAX_ASKING:
+    if not are_few(places):
         raise refusal
     here: Expr = build.TRUE
     for target, i, n in wanted:

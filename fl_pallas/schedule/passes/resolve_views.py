@@ -51,7 +51,8 @@ def resolve_views(program: Program, kept: Set[str] = frozenset(), rounded: Set[s
 
 
 def _is_rounded(program: Program, v: Value) -> bool:
-    if not v.is_view or not is_float(v.dtype) or itemsize(v.dtype) >= itemsize(program.by_name[v.reads[0]].dtype):
+    seen = v.expr
+    if not isinstance(seen, Load) or not is_float(v.dtype) or itemsize(v.dtype) >= itemsize(seen.dtype):
         return False
     return any(program.by_name[r].expr is None for r in readers(program, v.name))
 
@@ -101,6 +102,6 @@ def _live(values: tuple[Value, ...], outputs: tuple[str, ...]) -> tuple[Value, .
 
 def root_of(program: Program, name: str) -> str:
     """The value that `name` views, directly or not; itself if it is no view."""
-    while program.by_name[name].is_view:
-        name = program.by_name[name].reads[0]
+    while isinstance(seen := program.by_name[name].expr, Load):
+        name = seen.source  # and not the positions, if they are data
     return name
