@@ -194,7 +194,8 @@ def _gated(t: Term, condition: Expr, scope: Scope) -> Term:
     # What is not selected may be infinite, and 0 · inf is NaN.
     shifts = tuple(replace(s, varying=select(condition, s.varying, scope.const(0.0))) for s in t.shifts)
     t = replace(t, shifts=shifts)
-    if shifts and t.exponent is None:
+    if t.exponent is None and (shifts or scope.moves(t.hoisted)):
+        # So may be what it is multiplied by, once the loop has ended.
         t = replace(t, chosen=True, kept=(*t.kept, condition))
     if t.exponent is not None:
         exponent = select(condition, t.exponent, scope.const(-math.inf))

@@ -8,7 +8,7 @@ has this as a step of its own; here it is a law of sums.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..build import dimensions, negate, op, reduce, rewrite, row_major, select, substitute
@@ -73,28 +73,27 @@ def exchange(
         if o.name in asked:  # and not for a sum another term of which is not known
             first.setdefault(o.axes, []).append(o)
     rest = tuple(Fused(tuple(replace(o, expr=substitute(o.expr, {}, held)) for o in g.outputs)) for g in groups)
-    sums_of_rows = frozenset(f.name for f in facts if isinstance(f.expr, Reduce) and f.expr.kind == "sum")
-    near = {e: _by_own_sum(r, sums_of_rows) for r, e in held.items() if isinstance(e, Load) and isinstance(r, Reduce)}
+    made = {f.name: f for f in facts if isinstance(f.expr, Reduce)}
+    near = {e: _by_own_sum(r, made) for r, e in held.items() if isinstance(e, Load) and isinstance(r, Reduce)}
     rest = with_residuals(rest, near)
     return tuple(Fused(tuple(outputs)) for outputs in first.values()), rest
 
 
-def _by_own_sum(r: Reduce, sums: Set[str]) -> Expr:
+def _by_own_sum(r: Reduce, made: Mapping[str, Value]) -> Expr:
     """`sum[j](g * x / l)`, with l the sum of x that another kernel made, as `sum[j](g * x) / sum[j](x)`.
 
     Scores are rounded in one way here and in another there (a product and a sum at once, or in turn). Weights that add
     up to 1 + ε would leave ε of the sum in each row; of 16 bits more than that is rounded off.
     """
-    parted = [
-        n
-        for n in walk(r.body)
-        if isinstance(n, Op) and n.name == "div" and isinstance(n.args[1], Load) and n.args[1].source in sums
-    ]
-    if len(parted) != 1 or is_narrow(r) or r.axis in free_axes(parted[0].args[1]):
-        return r
-    x = parted[0].args[0]
-    above, below = (reduce("sum", r.axis, e, r.dtype) for e in (substitute(r.body, {}, {parted[0]: x}), x))
-    return op("div", above, below, dtype=r.dtype)
+    for n in walk(r.body) if not is_narrow(r) else ():
+        if not isinstance(n, Op) or n.name != "div" or not isinstance(n.args[1], Load):
+            continue
+        x, (f, at) = n.args[0], (made.get(n.args[1].source), n.args[1].index)
+        below = reduce("sum", r.axis, x, r.dtype)
+        if f is not None and f.expr is not None and substitute(f.expr, dict(zip(f.axes, at, strict=True))) is below:
+            above = reduce("sum", r.axis, substitute(r.body, {}, {n: x}), r.dtype)
+            return op("div", above, below, dtype=r.dtype)
+    return r
 
 
 def _written_out(groups: tuple[Fused, ...], program: Program) -> dict[str, Value]:

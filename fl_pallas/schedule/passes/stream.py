@@ -293,19 +293,20 @@ def _chosen(value: Expr, t: Term, peak: Ref | None, other: Ref | None, n: int, s
 
     Args:
       peak: the running maximum that its exponents are taken about, which is -inf there.
-      other: the one that their offset takes off. Where that is -inf, what was chosen is NaN.
+      other: the one that their offset takes off. Where that is -inf, or the offset infinite, what was chosen is NaN.
     """
     if not t.chosen:
         return value
     zero, found = scope.const(0.0), None
-    if t.kept and (peak is None or other is not None):
+    if t.kept and (peak is None or t.offset is not None):
         kept = functools.reduce(lambda a, b: op("and", a, b, dtype="bool"), t.kept)
         found = _accumulate("any", kept, "bool", None, None, n, state)
     if peak is None:
         return value if found is None else select(found, value, zero)
-    if found is not None and other is not None:
-        empty = op("and", found, op("eq", other, scope.const(-math.inf), dtype="bool"), dtype="bool")
-        zero = select(empty, scope.const(math.nan), zero)
+    if found is not None and t.offset is not None:
+        least, most = scope.const(-math.inf), scope.const(math.inf)
+        finite = op("lt", t.offset, most, dtype="bool") if other is None else op("ne", other, least, dtype="bool")
+        zero = select(op("and", found, negate(finite), dtype="bool"), scope.const(math.nan), zero)
     return select(op("eq", peak, scope.const(-math.inf), dtype="bool"), zero, value)
 
 
