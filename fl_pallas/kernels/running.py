@@ -1,7 +1,7 @@
-"""Running sums of tiles as products with a triangle of ones.
+"""Running sums of tiles; along rows as products with a triangle of ones.
 
-Triton's own scan exchanges registers between threads eleven times an element; a product with 64 × 64 ones is on the
-matrix unit, which has time.
+Triton's own scan along rows exchanges registers between threads eleven times an element; a product with 64 × 64 ones is
+on the matrix unit, which has time. Along columns threads add up what they have, which is quicker.
 """
 
 from __future__ import annotations
@@ -32,24 +32,20 @@ def running_sums(x: Array, along: int, back: bool, whole: bool, narrow: bool, in
       interpret: whether XLA runs it on a CPU, where some of its products know no bfloat16.
       native: whether it is in Triton's hands, with what JAX has no name for.
     """
-    shape, each = x.shape, x.shape[along]
+    shape, each = x.shape, x.shape[-1]
+    rows = shape[0] if x.ndim in (2, 3) and along == x.ndim - 1 else 0
     # Several blocks of a row side by side.
-    joined = x.ndim == 3 and along == 2 and shape[1] * shape[2] <= MOST
-    if x.ndim != 2 and not joined or min(shape[0], each) < LEAST or x.dtype != jnp.float32:
+    width = math.prod(shape[1:])
+    if min(rows, each) < LEAST or width > MOST or x.dtype != jnp.float32:
         return _scanned(x, along, back, whole, interpret, native)
-    if joined:
-        x, along = x.reshape(shape[0], -1), 1
-    row, column = (lax.broadcasted_iota(jnp.int32, (x.shape[along],) * 2, d) for d in (0, 1))
-    first, second = (row, column) if back == bool(along) else (column, row)
-    one = first >= second if whole else first > second
-    if joined:
-        one = one & (row // each == column // each)
+    x = x.reshape(rows, width)
+    row, column = (lax.broadcasted_iota(jnp.int32, (width, width), d) for d in (0, 1))
+    first, second = (row, column) if back else (column, row)
     kind = jnp.float32 if interpret else jnp.bfloat16
-    ones = one.astype(kind)
+    ones = ((row // each == column // each) & (first >= second if whole else first > second)).astype(kind)
 
     def summed(part: Array) -> Array:
-        sides = (part.astype(kind), ones) if along else (ones, part.astype(kind))
-        return lax.dot_general(*sides, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return lax.dot(part.astype(kind), ones, preferred_element_type=jnp.float32)
 
     rest, part = x, _upper(x)
     sums = summed(part)
@@ -62,7 +58,7 @@ def running_sums(x: Array, along: int, back: bool, whole: bool, narrow: bool, in
 
     def scanned() -> Array:
         tile = opaque(x, interpret).reshape(shape)
-        return _scanned(tile, tile.ndim - 1 if joined else along, back, whole, interpret, native).reshape(x.shape)
+        return _scanned(tile, along, back, whole, interpret, native).reshape(rows, width)
 
     return lax.cond(is_finite, lambda: sums, scanned).reshape(shape)
 
