@@ -10,7 +10,7 @@ from functools import partial
 
 from ..errors import Unsupported
 from .dtype import compute_dtype, is_float, itemsize
-from .expr import Expr
+from .expr import Expr, loads
 from .passes.align import align
 from .passes.along import take_along
 from .passes.build_plan import build_plan
@@ -228,7 +228,7 @@ def _made(
 ) -> _Made:
     """What a region becomes whose kernels compute `parts`, which look things up in what `tables` store."""
     between = _stored(program, region, [o for part in parts for o in part.outputs])
-    parts = (*tables, *parts)
+    parts = _in_order((*tables, *parts))
     if not all(r.fused for r in between):
         return _Made(parts, (), tuple(between), {})
     plans: list[KernelPlan] = []
@@ -243,6 +243,20 @@ def _made(
         for group in apart:
             plans += _planned(group, held, f"{name}_k", len(plans), compute, shapes, target)
     return _Made(parts, tuple(lay_out(plans, shapes)), tuple(between), shapes)
+
+
+def _in_order(parts: tuple[Fused, ...]) -> tuple[Fused, ...]:
+    """`parts`, each behind those that store what it loads, and as they were otherwise."""
+    left, ordered = [*parts], list[Fused]()
+    while left:
+        waiting = {o.name for part in left for o in part.outputs}
+        ready = (n for n, p in enumerate(left) if waiting.isdisjoint(_loaded(p) - {o.name for o in p.outputs}))
+        ordered.append(left.pop(next(ready, 0)))
+    return tuple(ordered)
+
+
+def _loaded(part: Fused) -> set[str]:
+    return {n.source for o in part.outputs for n in loads(o.expr)}
 
 
 def _planned(

@@ -146,6 +146,21 @@ def test_keys_normalised_beside_a_table(device: torch.device) -> None:
     check_gradients(fn, fl.compile(fn, fallback="error"), (q, k, v, torch.randn(153, device=device)))
 
 
+@pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")  # scores are stored between two kernels
+@pytest.mark.parametrize("of_column", ["first", "mean", "logsumexp"])
+def test_scores_that_read_their_column_beside_a_table(of_column: str, device: torch.device) -> None:
+    """What the table's gradient is made of loads what other kernels store."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+        i = torch.arange(q.shape[-2], device=q.device)
+        s = q @ k.mT / 4 + table[i[:, None] - i + q.shape[-2] - 1]
+        read = {"first": s[..., :1, :], "mean": -s.mean(-2, keepdim=True), "logsumexp": s.logsumexp(-2, keepdim=True)}
+        return (s + read[of_column]).softmax(-1) @ v
+
+    q, k, v = (torch.randn(2, 64, 16, device=device) for _ in range(3))
+    check_gradients(fn, fl.compile(fn, dynamic=False), (q, k, v, torch.randn(127, device=device)))
+
+
 def test_positions_of_data(device: torch.device) -> None:
     q, k, v = (torch.randn(2, 2, 100, 16, device=device) for _ in range(3))
     inputs = (q, k, v, torch.randn(9, 2, device=device), torch.randint(-9, 9, (2, 100, 100), device=device))

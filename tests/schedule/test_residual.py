@@ -172,3 +172,16 @@ def test_weights_add_up_to_one_in_each_kernel(device: torch.device) -> None:
     scale, bias = torch.full((2, 1, 1), math.log(50.0)), 16 * torch.rand(2, 25, 25, generator=made)
     inputs = tuple(x.to(device) for x in (q, k, v, scale, bias))
     check_gradients(cosines_with_bias, fl.compile(cosines_with_bias, dynamic=False), inputs)
+
+
+def warm_with_cached_keys(q: Tensor, k: Tensor, v: Tensor, cached: Tensor, values: Tensor, t: Tensor) -> Tensor:
+    """One softmax over the scores of two sets of keys: the weights of either do not add up to one."""
+    s = torch.cat([q @ cached.mT, q @ k.mT], -1) * t
+    return s.softmax(-1) @ torch.cat([values, v], -2)
+
+
+def test_weights_of_a_part_of_the_keys(device: torch.device) -> None:
+    made = torch.Generator().manual_seed(1)
+    q, k, v, cached, values = (torch.randn(2, 2, n, 8, generator=made) for n in (40, 40, 40, 24, 24))
+    inputs = tuple(x.to(device) for x in (q, k, v, cached, values, torch.tensor([0.5, 0.3])[:, None, None]))
+    check_gradients(warm_with_cached_keys, fl.compile(warm_with_cached_keys, dynamic=False), inputs)
