@@ -799,6 +799,17 @@ def test_scores_that_a_graph_break_hands_on_are_told(training: bool, unwarned: N
         fl.compile(printing, fallback="error")(*x)
 
 
+def test_products_of_a_tensor_with_itself_that_a_graph_break_hands_on_are_told(unwarned: None) -> None:
+    """Of a contrastive loss, as many write it, TorchDynamo does not know the shape."""
+
+    def contrastive(x: Tensor) -> Tensor:
+        s = x @ x.T / 0.2
+        return s[~torch.eye(len(x), dtype=torch.bool, device=x.device)].view(len(x), -1).logsumexp(1).mean()
+
+    with pytest.warns(fl.FallbackWarning, match=r"TorchDynamo ends the graph .*materialised.*x @ x.T"):
+        run_and_check(contrastive, fl.compile(contrastive), [torch.randn(64, 16)])
+
+
 def test_a_graph_break_hands_on_what_is_no_score(unwarned: None) -> None:
     """The layer of a model, and a result: neither is anything that would have been fused with what follows."""
 

@@ -91,9 +91,23 @@ def _fill_diagonal(x: torch.Tensor, fill_value: float, wrap: bool = False) -> to
     return x.masked_fill_(functools.reduce(torch.logical_and, (first == o for o in others)), fill_value)
 
 
+# Of as many factors a product is written out.
+FACTORS = 4
+
+
+def _prod(x: torch.Tensor, dim: int | None = None, keepdim: bool = False, **kwargs: Any) -> torch.Tensor:
+    """`torch.prod`; of few factors their product, whose gradient asks for no running products."""
+    if dim is None or kwargs or not x.is_floating_point() or x.dim() == 0 or not 0 < x.shape[dim] <= FACTORS:
+        return x.prod(**({} if dim is None else {"dim": dim, "keepdim": keepdim}), **kwargs)
+    product = functools.reduce(torch.mul, x.unbind(dim))
+    return product.unsqueeze(dim) if keepdim else product
+
+
 _OPENED = {
     F.scaled_dot_product_attention: _attention,
     torch.Tensor.fill_diagonal_: _fill_diagonal,
+    torch.prod: _prod,
+    torch.Tensor.prod: _prod,
     # `mask &= other`, which PyTorch has no functional form of either.
     torch.Tensor.__iand__: torch.Tensor.bitwise_and_,
     torch.Tensor.__ior__: torch.Tensor.bitwise_or_,

@@ -32,7 +32,13 @@ def dilated(x: Tensor) -> Tensor:
     return torch.where(keep, x @ x.mT, float("-inf")).softmax(-1) @ x
 
 
-@pytest.mark.parametrize("fn", [without_oneself, wrapped, dilated])
+def of_three_features(x: Tensor) -> Tensor:
+    """A kernel for each of few features, multiplied: one of them may be 0."""
+    apart = (x[:, None, :3] - x[:, :3]).abs()
+    return torch.relu(1 - apart / 2).prod(-1) @ x + torch.prod(apart, 2, keepdim=True).mean(1)
+
+
+@pytest.mark.parametrize("fn", [without_oneself, wrapped, dilated, of_three_features])
 def test_fused(fn: Callable[[Tensor], Tensor], device: torch.device) -> None:
     compiled = fl.compile(fn, fallback="error")
     x = torch.randn(100, 8, device=device)

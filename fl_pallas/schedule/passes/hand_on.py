@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from ..expr import reductions
+from ..expr import loads, reductions
 from ..program import Program, Value
 from .joins import is_larger, join
+from .resolve_views import root_of
 
 
 def handed_on(program: Program) -> Value | None:
-    """A product of two sides, for each of a batch or of heads, that results are made of while they are larger than all
-    that is given; None if there is none. (A product of two matrices may be a layer.)"""
+    """A product of two sides, for each of a batch or of heads, or of one tensor with itself, that results are made of
+    while they are larger than all that is given; None if there is none. (A product of two matrices may be a layer.)"""
     given = max((v.numel for v in program.values if v.op == "input"), default=0)
     stack, seen = [*program.outputs], set[str]()
     while stack:
@@ -21,7 +22,9 @@ def handed_on(program: Program) -> Value | None:
         seed = join(program, v)
         if seed is not None and v.expr is not None and reductions(v.expr):
             batched = any(a.extent > 1 for a in {*v.axes} - seed.rows - seed.cols)
-            if batched and is_larger(program, seed) and not v.projection:
+            # Of something with itself, as in contrastive losses.
+            own = len({root_of(program, n.source) for n in loads(v.expr)}) == 1
+            if (batched or own) and is_larger(program, seed) and not v.projection:
                 return v
         else:
             stack += v.reads
