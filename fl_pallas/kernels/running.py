@@ -42,10 +42,12 @@ def running_sums(x: Array, along: int, back: bool, whole: bool, narrow: bool, in
     row, column = (lax.broadcasted_iota(jnp.int32, (width, width), d) for d in (0, 1))
     first, second = (row, column) if back else (column, row)
     kind = jnp.float32 if interpret else jnp.bfloat16
-    ones = ((row // each == column // each) & (first >= second if whole else first > second)).astype(kind)
+    # (Sides of tiles are powers of two.)
+    ones = (((row ^ column) < each) & (first >= second if whole else first > second)).astype(kind)
 
     def summed(part: Array) -> Array:
-        return lax.dot(part.astype(kind), ones, preferred_element_type=jnp.float32)
+        sides = part.astype(kind), ones
+        return lax.dot_general(*sides, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
     rest, part = x, _upper(x)
     sums = summed(part)
