@@ -71,8 +71,8 @@ JNP = {
 IDENTITY = {"sum": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf, "any": False, "all": True}
 # Longer sums that are taken one index at a time are loops: unrolled, all their operands would be loaded at once.
 UNROLL = 4
-# The same for sums inside of sums: as many copies of the innermost at most.
-UNROLL_IN_ALL = 4
+# Sums inside of sums are loops from so many matrix products of a kernel on: they would be copies of copies.
+MOST_PRODUCTS = 64
 CHUNK = 64
 # Where tiles are so small that these elements are those of many indices, or all, sums take as many at once: the loads
 # of one index after another wait for memory each time. They are the first dimension, which a thread has to itself.
@@ -184,8 +184,8 @@ class Evaluator:
         self.scopes: list[Scope] = []
         # Axes in whose place others stand, in a tile's dimensions.
         self.places: dict[Axis, Axis] = {}
-        # Copies that are being made of what is inside of sums.
-        self.unrolled = 1
+        # Copies that are being made of what is inside of sums, and matrix products that have been made.
+        self.unrolled, self.products = 1, 0
 
     # --- scopes ---------------------------------------------------------------------------------
 
@@ -691,6 +691,7 @@ class Evaluator:
 
     def _product(self, left: Tile, right: Tile, axis: Axis) -> Tile:
         """left · right, summed over `axis`."""
+        self.products += 1
         rows = tuple(a for a in left.axes if a != axis)
         columns = tuple(a for a in right.axes if a != axis)
         if self.sorted_axes((*rows, *columns)) == (*columns, *rows):
@@ -827,7 +828,7 @@ class Evaluator:
             self.pop()
             return self.combined(r.kind, total, x)
 
-        if steps <= UNROLL and steps * self.unrolled <= UNROLL_IN_ALL:
+        if steps <= UNROLL and (self.unrolled == 1 or self.products < MOST_PRODUCTS):
             self.unrolled *= steps
             for n in range(steps):
                 total = step(n, total)
