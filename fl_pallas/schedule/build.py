@@ -395,9 +395,12 @@ def _substitute_running(
     for a in free_axes(e.args[0]) - free_axes(e.args[1]):
         if axis in free_axes(mapping.get(a, index(a))):
             raise Unsupported("a running sum", "it is looked up along its rows")
+    image = mapping.get(before[0], index(before[0]))
+    back = op("sub", image, const(shift, "i64"), dtype="i64") if abs(shift) == 1 else image
+    if not _reaches(e, back) and not _is_plain(e.args[0], before[0]):
+        raise Unsupported("a running sum", "of a part of its indices more would be known than of what it sums up")
     if abs(shift) != 1:
         return there
-    back = op("sub", mapping.get(before[0], index(before[0])), const(shift, "i64"), dtype="i64")
     args = tuple(_substitute(c, {**mapping, before[0]: back}, replace, {}, left) for c in e.args)
     name = _NEIGHBOUR.get((e.name, shift))
     if name is not None:
@@ -405,6 +408,22 @@ def _substitute_running(
     if e.name not in ("running", "running_back"):
         return there
     return op("add", raw_op(e.name, args, e.dtype), there.args[0], dtype=e.dtype)  # type: ignore[union-attr]
+
+
+def _reaches(e: Op, image: Expr) -> bool:
+    """Whether an index stands for all that a running sum goes over before it comes to it: from the first on, or the
+    last. What is known of it then holds for these."""
+    span, count = integer.bounds(image), e.args[3]
+    if span is None or not isinstance(count, Const):
+        return False
+    return span[1] >= count.value - 1 if e.name in ("running_back", "later") else span[0] <= 0
+
+
+def _is_plain(e: Expr, axis: Axis) -> bool:
+    """Whether an expression has an axis in indices of loads alone, as it is or shifted: nothing is known by it."""
+    if isinstance(e, Load):
+        return all(t is index(axis) or axis not in free_axes(t) for i in e.index for t in integer.linear(i)[0])
+    return not isinstance(e, Index) and all(_is_plain(c, axis) for c in children(e) if axis in free_axes(c))
 
 
 # A running sum up to so many indices further, and what it is up to an index.
