@@ -68,14 +68,17 @@ def _erf(x: Array) -> Array:
     return z * p / q
 
 
-# log1p(x) / x on [0, 1]: what PyTorch would round to bfloat16, within 6e-5, and what it would not, within 2 ulp.
-_LOG1P_16 = (0.999943256, -0.496977806, 0.306300908, -0.157427177, 0.0413472876)
-_LOG1P = (0.99999994, -0.499994934, 0.333190978, -0.24842982, 0.191060066, -0.136632442, 0.078225933, -0.0295052286,
-          0.00523269176)  # fmt: skip
+# (log1p(x) - x) / x² on [0, 1]: what PyTorch would round to bfloat16, within 7e-5 of log1p, and what not, within
+# 2 ulp.
+_LOG1P_16 = (-0.497774482, 0.309224725, -0.161363021, 0.0431062542)
+_LOG1P = (-0.499996483, 0.33321324, -0.248571634, 0.191536546, -0.137538031, 0.0792045444, -0.0300657973, 0.00536482548)
 
 
 def log1p(x: Array, most: float, narrow: bool) -> Array:
-    """log(1 + x) of float32 from 0 to `most`: 5 to 12 instructions, where libdevice's takes 40, and a branch.
+    """log(1 + x) of float32 from 0 to `most`: 5 to 14 instructions, where libdevice's takes 40, and a branch.
+
+    It ends with a sum: a product at the end would be rounded or not, as what follows is a sum or is not, and the same
+    score would not be the same number everywhere.
 
     Args:
       narrow: whether PyTorch would round the result to bfloat16.
@@ -84,7 +87,7 @@ def log1p(x: Array, most: float, narrow: bool) -> Array:
     p = jnp.full_like(x, last)
     for c in reversed(coefficients):
         p = p * x + jnp.float32(c)
-    p = p * x
+    p = x + x * x * p
     return p if most <= 1 else jnp.where(x > 1, jnp.log(x + 1), p)
 
 
