@@ -184,6 +184,8 @@ class Evaluator:
         self.scopes: list[Scope] = []
         # Axes in whose place others stand, in a tile's dimensions.
         self.places: dict[Axis, Axis] = {}
+        # 0 by the program's number, of which XLA knows nothing on a CPU; None elsewhere.
+        self.nothing: Array | None = None
         # Copies that are being made of what is inside of sums, and matrix products that have been made.
         self.unrolled, self.products = 1, 0
 
@@ -363,14 +365,27 @@ class Evaluator:
             return Tile(arrays[0] * jnp.float32(inverse), axes)
         if e.name in ("sin", "cos") and self.compute == "f32" and len(axes) > 1:
             return Tile(turned(e.name, arrays[0], magnitude(e.args[0])), axes)
-        if e.name == "log1p" and self.compute == "f32" and non_negative(e.args[0], frozenset()):
+        if e.name == "log1p" and self.compute == "f32" and not self.interpret and non_negative(e.args[0], frozenset()):
             return Tile(log1p(arrays[0], magnitude(e.args[0]), e.dtype == "bf16"), axes)
         if e.name == "rounded" and self.interpret:
             # XLA takes the cast and its inverse for nothing.
             return Tile(lax.reduce_precision(arrays[0], 8, 7), axes)
         if e.name in ("max", "min"):
             return Tile(self.combined(e.name, *arrays), axes)
-        return Tile(POINTWISE[e.name](*arrays), axes)
+        made = POINTWISE[e.name](*arrays)
+        return Tile(self._rounded_alone(made) if e.name == "mul" and is_float(e.dtype) else made, axes)
+
+    def _rounded_alone(self, product: Array) -> Array:
+        """A product that LLVM, on a CPU, does not make one instruction of with the sum that it goes into.
+
+        There XLA computes a score anew for whatever reads it: where it is compared with the maximum of all (its place,
+        the gradient of that) it would be rounded once in one of the two and twice in the other, and equal nothing.
+        """
+        if self.nothing is None:
+            return product
+        kind = jnp.int64 if product.dtype == jnp.float64 else jnp.int32
+        bits = lax.bitcast_convert_type(product, kind) + self.nothing.astype(kind)
+        return lax.bitcast_convert_type(bits, product.dtype)
 
     def _running(self, e: Op) -> Tile:
         """What comes before the tile, or after it, and what the tile itself has up to each of its indices."""

@@ -67,6 +67,25 @@ def test_positions_of_what_rows_are_shifted_by(device: torch.device) -> None:
     assert torch.allclose(made, of_the_nearest(*inputs), atol=1e-5)
 
 
+def largest(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+    """A product with a number, and a sum, that one instruction may do where scores are computed for one reader."""
+    s = q @ k.mT * 0.3 + bias
+    return s.masked_fill(~(s > 0), -math.inf).amax(-1)
+
+
+def largest_weight(q: Tensor, k: Tensor, bias: Tensor) -> Tensor:
+    s = q @ k.mT * 0.3 + bias
+    w = s.masked_fill(torch.tanh(s) < -0.5, -math.inf).softmax(-1)
+    return w @ k / w.amax(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("fn", [largest, largest_weight])
+def test_scores_round_alike_where_they_are_compared(fn: Callable[..., Tensor], device: torch.device) -> None:
+    made = torch.Generator().manual_seed(0)
+    inputs = tuple(torch.randn(s, generator=made).to(device) for s in ((2, 24, 8), (2, 24, 8), (24, 24)))
+    check_gradients(fn, fl.compile(fn, dynamic=False), inputs)
+
+
 @pytest.mark.parametrize("name", POSITIONS)
 @pytest.mark.parametrize("n", [3, 100, 257])
 def test_positions_are_exact(name: str, n: int, device: torch.device) -> None:
