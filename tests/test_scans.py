@@ -48,7 +48,27 @@ def without_the_key_itself(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.pad(F.logsigmoid(s).cumsum(-1)[..., :-1], (1, 0)).exp() @ v
 
 
-PROGRAMS = (from_the_own_place, looked_up, returned_diagonal, of_shifted_scores, without_the_key_itself)
+def of_what_few_keys_have(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Behind the first keys tiles have nothing to add."""
+    s = F.softplus(q @ k.mT * 0.3) * (torch.arange(k.shape[-2], device=q.device) < 5)
+    return s.softmax(-1).flip(-1).cumsum(-1).flip(-1) @ v
+
+
+def of_halves(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = q @ k.mT * 0.3
+    half = s.shape[-1] // 2
+    return torch.cat([s[..., :half], s[..., half:] * 0.5], -1).cumsum(-1).mul(0.1).softmax(-1) @ v
+
+
+PROGRAMS = (
+    of_what_few_keys_have,
+    of_halves,
+    from_the_own_place,
+    looked_up,
+    returned_diagonal,
+    of_shifted_scores,
+    without_the_key_itself,
+)
 
 
 @pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")  # sums looked up along rows are PyTorch's

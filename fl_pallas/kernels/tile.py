@@ -392,7 +392,7 @@ class Evaluator:
         body, place, before, count = e.args
         axis = scanned_axis(e)
         back, whole = e.name in ("running_back", "later"), e.name in ("running", "running_back")
-        axes = self.sorted_axes(free_axes(body) | {axis})
+        axes = self.sorted_axes(free_axes(body) | free_axes(before) | {axis})
         start, side = self.start(axis), self.side(axis)
         if side < min(BLOCK, axis.extent):
             raise Unsupported("a running sum", "its blocks are wider than tiles")
