@@ -61,13 +61,15 @@ def _found(
     """
     found: dict[Axis, Expr] = {p: ZERO if p.extent == 1 else index(p) for p in places if p.extent == 1 or p in given}
     here: Expr = build.TRUE
+    refusal = Unsupported("aten.index_put", "several values may go to one position")
     by_data: list[tuple[Expr, Expr, int]] = []
     left: list[tuple[Expr, dict[Expr, int], int]] = []
     for target, i, n in wanted:
         try:
             left.append((target, *_positive(i, n, places)))
-        except Unsupported:
+        except Unsupported as error:
             by_data.append((target, i, n))
+            refusal = error
     while left:
         # The one with the fewest unknowns: none is a test, one gives a place, and two have to wait for another's.
         target, terms, c = min(left, key=lambda w: len(_unknown(w[1], places, found)))
@@ -89,9 +91,7 @@ def _found(
         i = found[place] = integer("floordiv", rest if step > 0 else integer("sub", ZERO, rest), abs(step))
         here = every(here, integer("eq", integer("mod", rest, abs(step)), 0), within(i, place.extent))
     if left or len(found) < len(places):
-        if by_data:
-            raise Unsupported("aten.index_put", "positions that are no ranges, or count from both ends")
-        raise Unsupported("aten.index_put", "several values may go to one position")
+        raise refusal
     # Of a value whose place is known, any position is (a label for each row).
     for target, i, n in by_data:
         here = every(here, integer("eq", target, wrapped(build.substitute(i, found), n)))

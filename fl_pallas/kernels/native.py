@@ -59,16 +59,7 @@ def read_once(x: Array) -> Array:
 
 def opaque(x: Array, interpret: bool) -> Array:
     """`x` of float32; Triton moves nothing that is made of it to before it."""
-    if interpret:
-        return x
-    (out,) = plgpu.elementwise_inline_asm(
-        "mov.b32 $0, $1;",
-        args=[x],
-        constraints="=r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-    )
-    return out
+    return x if interpret else _copied(x)
 
 
 def _copied(x: Array) -> Array:

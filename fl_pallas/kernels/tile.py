@@ -57,7 +57,7 @@ from ..schedule.inner import (
 from ..schedule.integer import bounds, from_linear, is_inside, linear
 from ..schedule.laws import non_negative
 from ..schedule.magnitude import magnitude
-from ..schedule.scan import BLOCK, RUNNING, scanned_axis
+from ..schedule.scan import BACK, BLOCK, RUNNING, WHOLE, scanned_axis
 from .blocks import Block, Blocks, block_load, block_shape, flattened
 from .native import direct, extreme, gather
 from .pointwise import POINTWISE, log1p
@@ -391,7 +391,7 @@ class Evaluator:
         """What comes before the tile, or after it, and what the tile itself has up to each of its indices."""
         body, place, before, count = e.args
         axis = scanned_axis(e)
-        back, whole = e.name in ("running_back", "later"), e.name in ("running", "running_back")
+        back, whole = e.name in BACK, e.name in WHOLE
         axes = self.sorted_axes(free_axes(body) | free_axes(before) | {axis})
         start, side = self.start(axis), self.side(axis)
         if side < min(BLOCK, axis.extent):

@@ -30,7 +30,7 @@ from .expr import (
     raw_reduce,
     walk,
 )
-from .scan import RUNNING, place_of
+from .scan import BACK, RUNNING, WHOLE, place_of
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "lt": lambda a, b: a < b,
@@ -388,7 +388,8 @@ def _substitute_running(
     """A running sum elsewhere: up to the next index, or the last, it is that up to an index, and an element, or without
     one. Tiles then have its blocks, and what it sums up knows nothing of where it ends."""
     there = with_children(e, tuple(_substitute(c, mapping, replace, memo, left) for c in e.args))
-    before, after = place_of(e), place_of(there) if isinstance(there, Op) else None
+    assert isinstance(there, Op)
+    before, after = place_of(e), place_of(there)
     if before is None or after is None or before[1]:
         return there
     axis, shift = after
@@ -405,9 +406,9 @@ def _substitute_running(
     name = _NEIGHBOUR.get((e.name, shift))
     if name is not None:
         return raw_op(name, args, e.dtype)
-    if e.name not in ("running", "running_back"):
+    if e.name not in WHOLE:
         return there
-    return op("add", raw_op(e.name, args, e.dtype), there.args[0], dtype=e.dtype)  # type: ignore[union-attr]
+    return op("add", raw_op(e.name, args, e.dtype), there.args[0], dtype=e.dtype)
 
 
 def _reaches(e: Op, image: Expr) -> bool:
@@ -416,7 +417,7 @@ def _reaches(e: Op, image: Expr) -> bool:
     span, count = integer.bounds(image), e.args[3]
     if span is None or not isinstance(count, Const):
         return False
-    return span[1] >= count.value - 1 if e.name in ("running_back", "later") else span[0] <= 0
+    return span[1] >= count.value - 1 if e.name in BACK else span[0] <= 0
 
 
 def _is_plain(e: Expr, axis: Axis) -> bool:

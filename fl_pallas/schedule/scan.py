@@ -13,6 +13,8 @@ from .integer import linear
 # Indices of a block.
 BLOCK = 32
 RUNNING = ("running", "running_back", "earlier", "later")
+# Those from the other end; those that have x at j itself.
+BACK, WHOLE = ("running_back", "later"), ("running", "running_back")
 
 
 def place_of(e: Op) -> tuple[Axis, int] | None:

@@ -55,7 +55,7 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
     scanned = set() if loops else scanned_axes([s.expr for s in stores])
     if scanned:
         # Running sums of what is stored, of many rows at once.
-        column, *_ = sorted(scanned, key=lambda a: -a.extent)
+        column = max(scanned, key=lambda a: (a.extent, a.name))
         others = [a for a in axes if a != column]
         row = max(others, key=lambda a: (a.extent, axes.index(a)), default=None)
         return Roles((), row, tuple(a for a in others if a != row), column)
@@ -229,7 +229,7 @@ def choose(
     ways = itertools.zip_longest(*(_fitting(fixed, kinds, loops, stores, bytes_, target, scanned) for fixed in sides))
     found: list[Choices] = []
     for c in (c for way in ways for c in way if c is not None):
-        for wider in _widened(c, kinds, loops, stores, target):
+        for wider in _widened(c, kinds, loops, stores, target, bool(scanned)):
             if pressure(wider, kinds, loops, stores, bytes_, target) <= SLACK:
                 found.append(wider)
         found.append(c)
@@ -263,7 +263,7 @@ def _by_thread(kinds: Roles, loops: tuple[Loop, ...]) -> list[Choices]:
 
 
 def _widened(
-    c: Choices, kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ...], target: Target
+    c: Choices, kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ...], target: Target, scanned: bool
 ) -> list[Choices]:
     """`c` with several indices of a batch axis in a tile, where programs are many and each has little to do (heads that
     are mixed, for one row of queries at a time); none if no axis allows it.
@@ -293,7 +293,6 @@ def _widened(
         return []
     widest = max(ways, key=lambda a: (a.extent, a.name))
     side = min(1 << (room.bit_length() - 1), power_of_two(widest.extent))
-    scanned = any(isinstance(n, Op) and n.name in RUNNING for e in exprs for n in walk(e))
     sides = (side, side // 2) if scanned and side > 2 else (side,)
     return [Choices(tuple((a, s if a == widest else n) for a, n in c.tiles), c.warps, c.stages) for s in sides]
 

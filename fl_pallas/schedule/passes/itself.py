@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import reduce as folded
 
-from ..build import COMPARISONS, op, rewrite, select, substitute, with_children
+from ..build import COMPARISONS, op, rewrite, select, with_children
 from ..dtype import is_float
 from ..expr import Axis, Expr, Index, Op, Reduce, children, free_axes, index, walk
 from .fuse import Fused
+from .places import axis_of_extremum
 
 # What jumps: a difference in the last bit of what it is given matters.
 JUMPS = (*COMPARISONS, "sign", "floor", "ceil", "round", "trunc", "floordiv", "mod")
@@ -31,7 +32,7 @@ def itself(fused: Fused) -> Fused:
 def _told(e: Expr) -> Expr:
     if not isinstance(e, Op) or e.name not in JUMPS or not any(is_float(a.dtype) for a in e.args):
         return e
-    if _is_place_of_extremum(e):
+    if e.name in COMPARISONS and any(axis_of_extremum(*sides) for sides in (e.args, e.args[::-1])):
         return e  # both sides would have to change: they are compared as they are
     sums = [r for r in _outermost(e) if r.kind in ("sum", "prod") and is_float(r.dtype)]
     if len(sums) < 2:
@@ -39,16 +40,6 @@ def _told(e: Expr) -> Expr:
     own = max(sums, key=lambda r: len(free_axes(r)))
     held: dict[Expr, Expr] = {r: same for r in sums if r is not own and (same := _same_where_it_is(own, r)) is not None}
     return _held(e, held) if held else e
-
-
-def _is_place_of_extremum(e: Op) -> bool:
-    """Whether something is compared with its own maximum, or minimum."""
-    for m, x in (e.args, e.args[::-1]) if e.name in COMPARISONS else ():
-        if isinstance(m, Reduce) and m.kind in ("max", "min"):
-            own = (a for a in free_axes(x) - free_axes(m) if a.extent == m.axis.extent)
-            if any(substitute(m.body, {m.axis: index(a)}) is x for a in own):
-                return True
-    return False
 
 
 def _outermost(e: Expr) -> list[Reduce]:

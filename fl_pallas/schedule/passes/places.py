@@ -27,15 +27,22 @@ def _of_scores(e: Expr) -> Expr:
         return e
     for n, m in enumerate(e.args):
         x = e.args[1 - n]
-        if not isinstance(m, Reduce) or m.kind not in ("max", "min"):
+        if not isinstance(m, Reduce):
             continue
-        own = (a for a in free_axes(x) - free_axes(m) if a.extent == m.axis.extent)
-        along = next((a for a in own if substitute(m.body, {m.axis: index(a)}) is x), None)
+        along = axis_of_extremum(m, x)
         core = _core(m.body, m.axis)
         if along is not None and core is not m.body:
             sides = (substitute(core, {m.axis: index(along)}), reduce(m.kind, m.axis, core, core.dtype))
             return op(e.name, *(sides if n == 1 else sides[::-1]), dtype="bool")
     return e
+
+
+def axis_of_extremum(m: Expr, x: Expr) -> Axis | None:
+    """The axis of `x` along which `m` is its maximum, or minimum; None if it is none."""
+    if not isinstance(m, Reduce) or m.kind not in ("max", "min"):
+        return None
+    own = (a for a in free_axes(x) - free_axes(m) if a.extent == m.axis.extent)
+    return next((a for a in own if substitute(m.body, {m.axis: index(a)}) is x), None)
 
 
 def _same_place(found: Expr, other: Expr) -> Expr:

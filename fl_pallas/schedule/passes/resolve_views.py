@@ -50,11 +50,13 @@ def resolve_views(program: Program, kept: Set[str] = frozenset(), rounded: Set[s
     return replace(program, values=_live(tuple(values), program.outputs))
 
 
+def is_narrower(v: Value) -> bool:
+    """Whether `v` is a view of a float by fewer bits than that has: a cast."""
+    return isinstance(v.expr, Load) and is_float(v.dtype) and itemsize(v.dtype) < itemsize(v.expr.dtype)
+
+
 def _is_rounded(program: Program, v: Value) -> bool:
-    seen = v.expr
-    if not isinstance(seen, Load) or not is_float(v.dtype) or itemsize(v.dtype) >= itemsize(seen.dtype):
-        return False
-    return any(program.by_name[r].expr is None for r in readers(program, v.name))
+    return is_narrower(v) and any(program.by_name[r].expr is None for r in readers(program, v.name))
 
 
 def _is_picked(program: Program, v: Value) -> bool:

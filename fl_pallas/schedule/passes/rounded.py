@@ -5,11 +5,9 @@ A cast is a view: kernels would load what is rounded, twice as many bytes, and s
 
 from __future__ import annotations
 
-from ..dtype import is_float, itemsize
-from ..expr import Load
 from ..program import Program, Value
 from .grow_regions import Growth, grow_regions
-from .resolve_views import readers, resolve_views, root_of
+from .resolve_views import is_narrower, readers, resolve_views, root_of
 
 
 def grow_rounded(viewed: Program) -> tuple[Program, Growth, frozenset[str]]:
@@ -28,8 +26,7 @@ def grow_rounded(viewed: Program) -> tuple[Program, Growth, frozenset[str]]:
 
 def _narrows(viewed: Program, v: Value, inside: frozenset[str]) -> bool:
     """Whether `v` is a cast, to fewer bits, of what PyTorch makes by an operation that can round along with it."""
-    seen = v.expr
-    if not isinstance(seen, Load) or not is_float(v.dtype) or itemsize(v.dtype) >= itemsize(seen.dtype):
+    if not is_narrower(v):
         return False
     made = viewed.by_name[root_of(viewed, v.name)]
     return made.expr is not None and not made.projection and made.name not in inside
