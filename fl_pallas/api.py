@@ -32,7 +32,7 @@ from .bridge.splice import RegionRunner, one_by_one, splice, with_reshapes
 from .capture import kernels_device, translate
 from .capture.aten import mutates_inputs, to_aten
 from .capture.drawn import give_back
-from .capture.joint import NOTHING, Compiler, Known, differentiable, parameters_of
+from .capture.joint import NOTHING, Compiler, Known, are_parameters, differentiable, parameters_of
 from .capture.laid import lay_as_pytorch
 from .capture.narrow import narrow
 from .capture.numbers import Numbers, has_numbers, numbers_of
@@ -372,7 +372,7 @@ class _Specialised:
         except RecursionError:
             refusal = Unsupported("a chain of operations", "it is too long to be written in terms of its operands")
         except Unsupported as error:
-            refusal = error
+            refusal = error.with_traceback(None)  # whose frames hold the arguments, and this one it
         self._tell(Graph(None, (_refused(refusal),), ()))
         return self._whole(args)
 
@@ -577,7 +577,7 @@ def _scheduled(
 ) -> Schedule:
     """What becomes of a functional graph."""
     with torch.no_grad():
-        program = with_parameters(translate(aten), known.parameters | parameters_of(aten, args))
+        program = with_parameters(translate(aten), known.parameters | parameters_of(aten, are_parameters(args)))
         program = replace(left_to_pytorch(program, known.left), facts=known.facts, saved=known.saved)
     return schedule(program, _target(args), lambda *entry: history.append(entry), verify=settings.verify)
 

@@ -11,7 +11,10 @@ from torch import Tensor
 
 import fl_pallas as fl
 
+from .corpus.case import Case
+from .corpus.scans import CASES
 from .oracle import check_gradients, run_and_check
+from .unrun import unrun
 
 
 def _sums(q: Tensor, k: Tensor) -> Tensor:
@@ -79,3 +82,14 @@ def test_in_places(program: Callable[..., Tensor], length: int, device: torch.de
     inputs = tuple(torch.randn(2, 2, length, 16, generator=made).to(device) for _ in range(3))
     run_and_check(program, fl.compile(program, dynamic=False), inputs)
     check_gradients(program, fl.compile(program, dynamic=False), inputs)
+
+
+@pytest.mark.parametrize("length", [150, 256])
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
+def test_training_fuses(case: Case, length: int) -> None:
+    """Blocks are a part of an index, and what is known of it in one is known of all that it sums up there."""
+    inputs = (x.requires_grad_() for x in case.make_inputs(length, torch.float32, "cpu"))
+    with unrun():
+        explanation = fl.explain(case.fn, *inputs)
+    for graph in explanation.graphs:
+        assert graph.kernels and not graph.fallbacks, str(explanation)

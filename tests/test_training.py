@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import os
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import PIPE, STDOUT
@@ -547,6 +549,21 @@ def test_distributed(tmp_path: Path) -> None:
     ]
     texts = [process.communicate(timeout=300)[0] for process in running]
     assert not any(process.returncode for process in running), "\n".join(text[-2000:] for text in texts)
+
+
+def test_nothing_of_the_first_call_is_held(device: torch.device) -> None:
+    """What autograd knows of a parameter would live on with it, on the stream of that call: CUDA graphs could not
+    record a step."""
+    fn = fl.compile(attention)
+    gc.disable()
+    try:
+        inputs = [torch.randn(2, 2, 40, 16, device=device, requires_grad=True) * 1 for _ in range(3)]
+        given = [weakref.ref(x) for x in inputs]
+        fn(*inputs).sum().backward()
+        del inputs
+        assert not any(x() is not None for x in given)
+    finally:
+        gc.enable()
 
 
 # --- CUDA graphs --------------------------------------------------------------------------------

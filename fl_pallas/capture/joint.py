@@ -160,10 +160,12 @@ def differentiable(
     facts: list[Value] = []
     returned = 0
     parameters = frozenset[str]()
+    # Not the inputs themselves: AOTAutograd's cycles would hold them, and what autograd knows of them, for long.
+    known = are_parameters(inputs)
 
     def parted(joint: GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[GraphModule, GraphModule]:
         nonlocal returned, left, parameters
-        returned, parameters = num_fwd_outputs, parameters_of(joint, inputs)
+        returned, parameters = num_fwd_outputs, parameters_of(joint, known)
 
         def read(unread: Collection[str] = ()) -> Program:
             return with_parameters(left_to_pytorch(translate(joint, unread), left), parameters)
@@ -238,12 +240,18 @@ def differentiable(
             raise Unsupported("the graph", f"its gradient cannot be traced: {error}") from error
 
 
-def parameters_of(gm: GraphModule, inputs: Sequence[Any]) -> frozenset[str]:
-    """Names of the inputs, but for tangents, that are parameters; none where AOTAutograd gives the graph others."""
+def are_parameters(inputs: Sequence[Any]) -> list[bool]:
+    """Whether each of the inputs is a parameter."""
+    return [isinstance(x, torch.nn.Parameter) for x in inputs]
+
+
+def parameters_of(gm: GraphModule, known: Sequence[bool]) -> frozenset[str]:
+    """Names of the inputs, but for tangents, that are `known` to be parameters; none where AOTAutograd gives the graph
+    others."""
     given = [n.name for n in gm.graph.find_nodes(op="placeholder") if not n.name.startswith("tangents")]
-    if len(given) != len(inputs):
+    if len(given) != len(known):
         return frozenset()
-    return frozenset(n for n, x in zip(given, inputs) if isinstance(x, torch.nn.Parameter))
+    return frozenset(n for n, is_one in zip(given, known) if is_one)
 
 
 def _pass(gm: GraphModule, compiled: Callable[[], Callable[..., Any]]) -> Pass:

@@ -30,7 +30,7 @@ from .expr import (
     raw_reduce,
     walk,
 )
-from .scan import BACK, RUNNING, WHOLE, place_of
+from .scan import BACK, BLOCK, RUNNING, WHOLE, place_of
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "lt": lambda a, b: a < b,
@@ -398,7 +398,7 @@ def _substitute_running(
             raise Unsupported("a running sum", "it is looked up along its rows")
     image = mapping.get(before[0], index(before[0]))
     back = op("sub", image, const(shift, "i64"), dtype="i64") if abs(shift) == 1 else image
-    if not _reaches(e, back) and not _is_plain(e.args[0], before[0]):
+    if not _is_of_blocks(e, before[0], back) and not _is_plain(e.args[0], before[0]):
         raise Unsupported("a running sum", "of a part of its indices more would be known than of what it sums up")
     if abs(shift) != 1:
         return there
@@ -411,13 +411,17 @@ def _substitute_running(
     return op("add", raw_op(e.name, args, e.dtype), there.args[0], dtype=e.dtype)
 
 
-def _reaches(e: Op, image: Expr) -> bool:
-    """Whether an index stands for all that a running sum goes over before it comes to it: from the first on, or the
-    last. What is known of it then holds for these."""
-    span, count = integer.bounds(image), e.args[3]
-    if span is None or not isinstance(count, Const):
+def _is_of_blocks(e: Op, axis: Axis, image: Expr) -> bool:
+    """Whether an index in the place of the axis of a running sum stands for all that this goes over in a block before
+    it comes to it. What is known of it then holds for these."""
+    if isinstance(image, Index) and (image.axis.extent, image.axis.size) == (axis.extent, axis.size):
+        return True
+    span, count = integer.bounds(substitute(e.args[1], {axis: image})), e.args[3]
+    if span is None:
         return False
-    return span[1] >= count.value - 1 if e.name in BACK else span[0] <= 0
+    if e.name in BACK:
+        return (span[1] + 1) % BLOCK == 0 or isinstance(count, Const) and span[1] >= count.value - 1
+    return span[0] % BLOCK == 0
 
 
 def _is_plain(e: Expr, axis: Axis) -> bool:

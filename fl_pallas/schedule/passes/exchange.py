@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..build import dimensions, negate, op, reduce, rewrite, row_major, select, substitute
+from ..build import dimensions, negate, op, reduce, rewrite, row_major, select, substitute, with_children
 from ..dtype import is_float
 from ..expr import (
     Axis,
@@ -91,9 +91,29 @@ def _by_own_sum(r: Reduce, made: Mapping[str, Value]) -> Expr:
         x, (f, at) = n.args[0], (made.get(n.args[1].source), n.args[1].index)
         below = reduce("sum", r.axis, x, r.dtype)
         if f is not None and f.expr is not None and substitute(f.expr, dict(zip(f.axes, at, strict=True))) is below:
-            above = reduce("sum", r.axis, substitute(r.body, {}, {n: x}), r.dtype)
-            return op("div", above, below, dtype=r.dtype)
+            undivided = _exchanging_factor(r.body, n, x)
+            if undivided is not None:
+                return op("div", reduce("sum", r.axis, undivided, r.dtype), below, dtype=r.dtype)
     return r
+
+
+def _exchanging_factor(e: Expr, factor: Expr, other: Expr) -> Expr | None:
+    """`e`, a product, with another factor in the place of one; None if that is none (of an exponent, weights are none).
+
+    It may be twice: weights squared are divided once here.
+    """
+    if e is factor:
+        return other
+    if not isinstance(e, Op) or e.name not in ("mul", "div", "neg", "select"):
+        return None
+    at = [1] if e.name == "select" else range(2) if e.name == "mul" else [0]
+    if e.name == "select" and not (isinstance(e.args[2], Const) and e.args[2].value == 0):
+        return None
+    for n in at:
+        made = _exchanging_factor(e.args[n], factor, other)
+        if made is not None:
+            return with_children(e, (*e.args[:n], made, *e.args[n + 1 :]))
+    return None
 
 
 def _written_out(groups: tuple[Fused, ...], program: Program) -> dict[str, Value]:

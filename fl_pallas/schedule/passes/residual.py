@@ -50,7 +50,9 @@ def _with_exact(groups: tuple[Fused, ...], at: int, stands: Load, exact: Expr) -
     if corrected == groups or {*axes} != free_axes(exact) or len({*axes}) < len(axes):
         return groups
     added = Output(f"{stands.source}_exact", axes, stands.dtype, exact)
-    exactly = (_each(g, lambda e: _corrected(e, stands, exact, added.name)) for g in groups)
+    exactly = tuple(_each(g, lambda e: _corrected(e, stands, exact, added.name)) for g in groups)
+    if not any(m.source == added.name for g in exactly for o in g.outputs for m in loads(o.expr)):
+        return corrected
     return tuple(Fused((*corrected[n].outputs, added)) if n == at else g for n, g in enumerate(exactly))
 
 
