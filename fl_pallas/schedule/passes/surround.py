@@ -58,6 +58,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
         loops[v.name] = cols if _is_costly_side(program, v) else cols | rows & _summed(v, readers, loops)
         sides[v.name] = ((rows, cols),)
         expands = v.numel > sum(program.by_name[r].numel for r in v.reads)
+        two_sided |= expands and all(_finishes(u, v, sides) for u in readers)
         if v.name in chosen_by and not is_of_positions(program, v):
             # PyTorch makes it in any case, and not to the last bit as a kernel does: what it is compared with is of
             # PyTorch's.
@@ -87,6 +88,13 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
         if fits:
             members.add(v.name)
     return members - _going_on(program, members - own, longer, loops)
+
+
+def _finishes(reader: Value, v: Value, sides: AllSides) -> bool:
+    """Whether a member that no join led to takes each element of `v` for one of its own: a product that is added to
+    what a kernel stores in any case."""
+    assert reader.expr is not None
+    return reader.name not in sides and reader.numel == v.numel and not reductions(reader.expr)
 
 
 def _is_of_pairs(program: Program, v: Value) -> bool:
