@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import fl_pallas as fl
+from fl_pallas.schedule.passes import vanish
 from tests.oracle import check_gradients
 from tests.test_gradients import explained
 
@@ -143,3 +145,20 @@ def test_needs_one(fn: Callable[..., Tensor]) -> None:
     check_gradients(fn, compiled, inputs())
     forward, _ = explanation.graphs
     assert any(s.dtype == "i64" for p in forward.kernels for s in p.stores), explanation
+
+
+def test_a_mask_that_is_given_is_no_maximum(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Layers of which each masks what the one before it makes would be written out whole."""
+
+    def layers(x: Tensor, seen: Tensor) -> Tensor:
+        for _ in range(3):
+            x = x + _scores(x, x).masked_fill((seen == 0)[:, None], -math.inf).softmax(-1) @ x
+        return x
+
+    def polynomial(*_: object) -> None:
+        raise AssertionError("nothing here is a maximum")
+
+    monkeypatch.setattr(vanish._Algebra, "polynomial", polynomial)
+    seen = torch.ones(2, 40, dtype=torch.long, device=device)
+    seen[1, 30:] = 0
+    check_gradients(layers, fl.compile(layers), (torch.randn(2, 40, 16, device=device), seen))

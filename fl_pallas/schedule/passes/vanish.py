@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ..build import substitute
 from ..dtype import is_float
-from ..expr import Axis, Const, Expr, Load, Op, Reduce, free_axes, index, loads, walk
+from ..expr import Axis, Const, Expr, Load, Op, Reduce, free_axes, index, loads, reductions, walk
 from ..program import Program, Value
 from ..text import expr_text
 from .grow_regions import grow_regions
@@ -22,6 +22,8 @@ from .resolve_views import inline_load, resolve_views
 
 # Terms of a polynomial, and axes of equal extent under one sum, beyond which nothing is proved.
 MAX_TERMS, MAX_ALIKE = 256, 4
+# Expressions and letters that are looked at for all values of a Program: seconds. Attention takes hundreds.
+MAX_STEPS = 20_000
 # What is left of a coefficient when others cancel it by rounding.
 ROUNDING = 1e-9
 
@@ -50,7 +52,7 @@ ONE: Monomial = frozenset()
 
 
 class _TooLong(Exception):
-    """A polynomial of too many terms."""
+    """A polynomial of too many terms, or too many of them."""
 
 
 def vanishing(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...]) -> frozenset[str]:
@@ -63,7 +65,7 @@ def vanishing(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...
     # What PyTorch computes (the place of a maximum) is any number here, and in nothing's way.
     values = tuple(replace(v, op="input", reads=()) if v.expr is None else v for v in joint.values)
     program = resolve_views(Program(values, (*forward, *backward)))
-    tests = _tests(program)
+    tests = _tests(program, _reduced(joint))
     if not any(is_float(program.by_name[name].dtype) for name in tests):
         return frozenset()
     opened = {m for region in grow_regions(program).regions for m in region.members}
@@ -71,20 +73,31 @@ def vanishing(joint: Program, forward: tuple[str, ...], backward: tuple[str, ...
     return frozenset(v.name for v in program.values if v.name in tests and is_float(v.dtype) and algebra.is_zero(v))
 
 
-def _tests(program: Program) -> set[str]:
-    """Names of what asks whether two things are equal, and of what reads the answer."""
+def _reduced(joint: Program) -> set[str]:
+    """Names of what a reduction of floats, or PyTorch from floats, makes, and of what depends on it. A test of anything
+    else (a mask that is given) is as good as a number."""
+    found: set[str] = set()
+    for v in joint.values:
+        floats = any(is_float(joint.by_name[r].dtype) for r in v.reads)
+        if not found.isdisjoint(v.reads) or floats and (v.expr is None or reductions(v.expr)):
+            found.add(v.name)
+    return found
+
+
+def _tests(program: Program, reduced: set[str]) -> set[str]:
+    """Names of what asks whether two things are equal, one of them `reduced`, and of what reads the answer."""
     found: set[str] = set()
     answers: set[str] = set()
     for v in program.values:
-        if v.expr is not None and (_asks(v.expr) or answers.intersection(v.reads)):
+        if v.expr is not None and (_asks(v.expr, reduced) or answers.intersection(v.reads)):
             found.add(v.name)
             if not is_float(v.dtype):
                 answers.add(v.name)
     return found
 
 
-def _asks(e: Expr) -> bool:
-    return any(isinstance(n, Op) and n.name == "eq" and loads(n) for n in walk(e))
+def _asks(e: Expr, reduced: set[str]) -> bool:
+    return any(isinstance(n, Op) and n.name == "eq" and any(m.source in reduced for m in loads(n)) for n in walk(e))
 
 
 class _Algebra:
@@ -94,6 +107,7 @@ class _Algebra:
         self.program, self.opened = program, opened
         self.known: dict[Expr, Polynomial] = {}
         self.fresh = itertools.count()
+        self.left = MAX_STEPS
 
     def is_zero(self, v: Value) -> bool:
         assert v.expr is not None
@@ -127,8 +141,14 @@ class _Algebra:
         """
         found = self.known.get(e)
         if found is None:
+            self._spend(1)
             found = self.known[e] = self._polynomial(e)
         return found
+
+    def _spend(self, steps: int) -> None:
+        self.left -= steps
+        if self.left < 0:
+            raise _TooLong
 
     def _polynomial(self, e: Expr) -> Polynomial:
         if isinstance(e, Const) and abs(e.value) < float("inf"):
@@ -179,6 +199,7 @@ class _Algebra:
             while bound and moving:
                 together, bound = _component(bound, factors)
                 inside = [f for f in factors if together & _free(f[0])]
+                self._spend(len(factors))
                 factors = [f for f in factors if not together & _free(f[0])]
                 term = _times(term, {frozenset({(_named(together, _product(inside)), 1)}): 1.0})
             out = _sum(out, term)
