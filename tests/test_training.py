@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fl_pallas as fl
+from fl_pallas import api
 from fl_pallas.bridge import autograd
 
 from .oracle import check_gradients, leaves
@@ -564,6 +565,37 @@ def test_nothing_of_the_first_call_is_held(device: torch.device) -> None:
         assert not any(x() is not None for x in given)
     finally:
         gc.enable()
+
+
+class Layers(nn.Module):
+    """Embeddings, and layers of normalised features, two heads of queries and one of keys; ids and seen [b,s]."""
+
+    def __init__(self, count: int, words: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, 32)
+        self.norms = nn.ModuleList(nn.RMSNorm(32) for _ in range(count))
+        self.into = nn.ModuleList(nn.Linear(32, n, bias=False) for _ in range(count) for n in (32, 16, 16))
+
+    def forward(self, ids: Tensor, seen: Tensor) -> Tensor:
+        x = self.words(ids)
+        for n, norm in enumerate(self.norms):
+            q, k, v = (f(norm(x)).unflatten(-1, (-1, 16)).transpose(1, 2) for f in self.into[3 * n : 3 * n + 3])
+            scores = (q @ k.mT / 4).masked_fill((seen == 0)[:, None, None], -math.inf)
+            x = x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(-2)
+        return x
+
+
+@pytest.mark.parametrize("words", [80, 2000])
+def test_layers_as_one_function(words: int, device: torch.device) -> None:
+    """Nothing but attention fuses, once a layer and pass: neither norms, nor embeddings, nor projections."""
+    model = Layers(2, words).to(device)
+    explanation = fl.Explanation()
+    compiled = api._compiled(model, api.Backend({}, explanation))
+    seen = torch.ones(2, 40, dtype=torch.long, device=device)
+    seen[1, 30:] = 0
+    check_gradients(model, compiled, (torch.randint(0, words, (2, 40), device=device), seen))
+    assert [len(g.schedule.regions) for g in explanation.graphs if g.schedule] == [2, 2], str(explanation)
+    assert not any(g.fallbacks for g in explanation.graphs), str(explanation)
 
 
 # --- CUDA graphs --------------------------------------------------------------------------------

@@ -230,7 +230,8 @@ def _made(
     between = _stored(program, region, [o for part in parts for o in part.outputs])
     parts = _in_order((*tables, *parts))
     if not all(r.fused for r in between):
-        return _Made(parts, (), tuple(between), {})
+        # What is a result is stored in any case (an embedding's gradient, which PyTorch adds up without a matrix).
+        return _Made(parts, (), tuple(r for r in between if r.value.name not in region.outputs), {})
     plans: list[KernelPlan] = []
     shapes = {**shapes}
     aligned = [tuple(map(align, part_outputs(part, compute))) for part in parts]

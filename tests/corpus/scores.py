@@ -182,6 +182,23 @@ def _rope(g: Draw, d: int, repeat: bool) -> tuple[Tensor, ...]:
     return tuple(t.to(g.dtype).to(g.device) for t in (angle.cos(), angle.sin()))
 
 
+def gaussian_window(centres: Tensor, v: Tensor) -> Tensor:
+    """Weights by each row's own centre among positions (integers); centres [b,h,s] from 0 to 1, v [b,h,s,d]."""
+    j = torch.arange(v.shape[-2], device=v.device)
+    w = torch.exp(-((j - centres[..., None] * v.shape[-2]) ** 2) / 8)
+    return (w / w.sum(-1, keepdim=True)) @ v
+
+
+def by_time_apart(times: Tensor, v: Tensor) -> Tensor:
+    """Weights by how far apart moments are; times [s] are integers, v [b,h,s,d]."""
+    return (-0.1 * (times[:, None] - times).abs()).softmax(-1).to(v.dtype) @ v
+
+
+def waves(e: Tensor) -> Tensor:
+    """Phases less positions, added up by row; e [b,h,s]."""
+    return (e[..., None, :] - torch.arange(e.shape[-1], device=e.device)[:, None]).sin().sum(-1)
+
+
 CASES = (
     Case("alibi", alibi, qkv_and(_slopes)),
     Case("t5_bias", t5_bias, qkv_and(lambda g: g.normal(32, 2))),
@@ -204,4 +221,7 @@ CASES = (
     Case("adaptive_temperature", adaptive_temperature, qkv()),
     Case("standardised_scores", standardised_scores, qkv()),
     Case("polynomial", polynomial, qkv()),
+    Case("gaussian_window", gaussian_window, lambda g: (g.uniform(1, 2, g.seq), g.normal(1, 2, g.seq, 16))),
+    Case("by_time_apart", by_time_apart, lambda g: (g.ints(0, 1000, g.seq), g.normal(1, 2, g.seq, 16))),
+    Case("waves", waves, lambda g: (g.normal(1, 2, g.seq),)),
 )

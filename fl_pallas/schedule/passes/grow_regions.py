@@ -25,8 +25,10 @@ from .joins import (
     given_or_returned,
     has_weight,
     is_blow_up,
+    is_exponent,
     is_larger,
     is_outer,
+    is_searched,
     join,
     serves,
     turned,
@@ -108,8 +110,8 @@ def grow_regions(program: Program) -> Growth:
     tried = [(seed, why) for seed, why in tried if not _is_led_into(program, seed, products)]
     covered: set[str] = set()
     for seed, blocker in tried:
-        if blocker is not None and seed.value.projection:
-            continue  # a layer
+        if blocker is not None and seed.value.projection or _is_layer(program, seed):
+            continue
         if blocker is None:
             others = (other for other, why in tried if why is None and other is not seed)
             seed = next((found for other in others if (found := _up_to(program, seed, other))), seed)
@@ -174,6 +176,30 @@ def grow_regions(program: Program) -> Growth:
     rejected = [r for r in rejected if r.fused or r.value.name not in fused]
     # Where something is said already, that is the cause of more.
     return Growth(tuple(regions), tuple(rejected or itertools.islice(_left_large(program, regions), 1)))
+
+
+def _is_layer(program: Program, seed: Seed) -> bool:
+    """Whether a join with a weight is the gradient that a layer hands on to a norm, and to the embeddings before that:
+    features, of no softmax, that are read out by nothing (as a memory's slots are), and need no code found."""
+    v = seed.value
+    if v.expr is None or not reductions(v.expr) or not has_weight(program, v):
+        return False
+    return not is_exponent(program, v) and not is_searched(program, v) and not _is_read_out(program, seed)
+
+
+def _is_read_out(program: Program, seed: Seed) -> bool:
+    """Whether a member sums along the columns, times what has an axis of its own."""
+    for u in (program.by_name[m] for m in seed.members.keys() - seed.large):
+        for r in reductions(u.expr) if u.expr is not None else ():
+            for n in loads(r.body):
+                if n.source not in seed.large or r.axis not in _indexing(
+                    n, seed.members[n.source], seed.sides[n.source][1]
+                ):
+                    continue
+                own = frozenset().union(*map(free_axes, n.index))
+                if any(frozenset().union(*map(free_axes, m.index)) - own for m in loads(r.body)):
+                    return True
+    return False
 
 
 def _laid_over(program: Program, region: Region) -> set[str]:

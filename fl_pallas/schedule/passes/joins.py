@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..build import substitute
-from ..dtype import is_float
-from ..expr import Axis, Index, Load, Op, const, free_axes, loads, reductions, walk
+from ..dtype import is_float, is_int
+from ..expr import Axis, Expr, Index, Load, Op, const, free_axes, loads, reductions, walk
 from ..program import Program, Value, depends
-from .resolve_views import root_of
+from .resolve_views import inline_load, root_of
 from .whole import is_in_floats
 
 # A contraction with a weight longer than this is a projection even if its result is coupled.
@@ -45,8 +45,7 @@ def join(program: Program, v: Value) -> Seed | None:
         return None
     if not (is_float(v.dtype) or is_in_floats(v.expr) or v.dtype == "bool" and _is_counted(program, v)):
         return None
-    indices = {m for n in loads(v.expr) for i in n.index for m in loads(i)}
-    found = [n for n in loads(v.expr) if n not in indices]  # what a table is read at (token ids) is no operand
+    found = _operands(program, v.expr)
     own = frozenset(v.axes)
     # A product of which an extent is 1 has lost an axis to look for, but it has no further axis either.
     wide = {x for x in own if x.extent > 1}
@@ -62,7 +61,35 @@ def join(program: Program, v: Value) -> Seed | None:
                 return Seed(v, rows, cols)
             if short is None and contracted and is_float(a.dtype) and is_float(b.dtype) and 1 in v.shape:
                 short = Seed(v, rows, cols)  # of a row by itself (a norm among distances), where no other pair has both
+    # Numbers of rows that meet positions, and not how far two of those are apart.
+    places = frozenset(_positions(v.expr)) & own
+    for n in [n for n in found if is_float(n.dtype)] if places and not (whole or changed) else []:
+        rows, cols = _touched(n) & own, places - _touched(n)
+        if rows and len(cols) == 1:
+            return Seed(v, rows, cols)
     return short or _placed(v, found)
+
+
+def _operands(program: Program, e: Expr) -> list[Load]:
+    """The loads of `e` that are its operands: what a table is read at (token ids) is none. Integers that are made of
+    data element by element (times apart) stand for that."""
+
+    def is_made(u: Value) -> bool:
+        return is_int(u.dtype) and u.expr is not None and not reductions(u.expr) and not is_of_positions(program, u)
+
+    while opened := {n: inline_load(n, u) for n in loads(e) if is_made(u := program.by_name[n.source])}:
+        e = substitute(e, {}, dict(opened))
+    indices = {m for n in loads(e) for i in n.index for m in loads(i)}
+    return [n for n in loads(e) if n not in indices]
+
+
+def _positions(e: Expr) -> Iterator[Axis]:
+    """The axes along which `e` is made of positions, other than by what it loads and what it asks."""
+    if isinstance(e, Index):
+        yield e.axis
+    elif isinstance(e, Op):
+        for a in e.args if e.dtype != "bool" else ():
+            yield from _positions(a)
 
 
 def _is_counted(program: Program, v: Value) -> bool:
@@ -154,14 +181,14 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     readers = [program.by_name[u] for u in program.users[v.name]]
     if _is_table(program, v) or (reductions(v.expr) and is_picked_often(program, v, readers)):
         return False
-    if v.projection and not (_is_exponent(program, v) and _is_normalised(program, seed)):
+    if v.projection and not (is_exponent(program, v) and _is_normalised(program, seed)):
         return False
     coupled, followed = _path(program, v)
     larger = is_larger(program, seed)
     if has_weight(program, v) and not _is_measured(program, seed):
         contraction = max((r.axis.extent for r in reductions(v.expr)), default=1)
         asked = followed and larger and contraction <= MAX_WEIGHT_CONTRACTION
-        return asked and (_is_normalised(program, seed) or _is_searched(program, v))
+        return asked and (_is_normalised(program, seed) or is_searched(program, v))
     if larger:
         # Angles, positions by frequencies: a table that is smaller than what it turns.
         given = max((i.numel for i in program.values if i.op == "input"), default=0)
@@ -213,7 +240,7 @@ def _is_measured(program: Program, seed: Seed) -> bool:
     return False
 
 
-def _is_searched(program: Program, v: Value) -> bool:
+def is_searched(program: Program, v: Value) -> bool:
     """Whether nothing becomes of a product with a weight but its extremes along all that the weight brings, or their
     places: the code next to a vector."""
     assert v.expr is not None
@@ -243,7 +270,7 @@ def _along(v: Value, node: Load, along: dict[str, frozenset[Axis]]) -> frozenset
     return frozenset().union(*(free_axes(i) for a, i in zip(v.axes, node.index) if a in along[v.name]))
 
 
-def _is_exponent(program: Program, v: Value) -> bool:
+def is_exponent(program: Program, v: Value) -> bool:
     """Whether an exponential is taken of `v`, or of what is made of it element by element: scores, and no features that
     are normalised by their mean.
     """
@@ -277,7 +304,7 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     whatever size, and a norm takes the means of.
     """
     own = _is_normalised(program, seed)
-    features = has_weight(program, seed.value) and not _is_exponent(program, seed.value)
+    features = has_weight(program, seed.value) and not is_exponent(program, seed.value)
     # What reduces a softmax, and is none (a gradient of values that few queries ask for), is its end.
     others = {s.value.name for s in seeds if s is not seed and (not own or _is_normalised(program, s))}
     larger = _weighing(program, seed, seeds)
