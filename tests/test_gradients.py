@@ -46,7 +46,7 @@ LEFT = {
     "mixing_convolution": "the gradient of a convolution is PyTorch's",
 }
 """Cases that run in PyTorch where gradients are asked for, and why."""
-SMALL = {"value_variance_centred": "few products inside of others are stored"}
+STORED = {"value_variance_centred": "few products inside of others are stored"}
 """Cases whose backward pass stores what is linear in long sequences."""
 
 
@@ -96,7 +96,7 @@ def test_gradients(case: Case, dtype: torch.dtype, seq: int, device: torch.devic
     check_gradients(target, compiled, case.make_inputs(seq, dtype, device), name=case.name)
     graphs = {g.name: g for g in explanation.graphs}
     forward, backward = graphs.get("forward"), graphs.get("backward")
-    if forward and backward and forward.kernels and not forward.fallbacks and case.name not in {*LEFT, *SMALL}:
+    if forward and backward and forward.kernels and not forward.fallbacks and case.name not in {*LEFT, *STORED}:
         assert not backward.fallbacks, "\n".join(map(str, backward.fallbacks))
 
 
