@@ -414,6 +414,18 @@ def by_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("unwarned")
+def test_what_a_kernel_stores_for_pytorch_is_told(device: torch.device) -> None:
+    """The gradient of a pair of keys, of which PyTorch adds up the features of either."""
+
+    def simplicial(q: Tensor, k1: Tensor, k2: Tensor) -> Tensor:
+        return torch.einsum("hid,hjd,hkd->hijk", q, k1, k2).flatten(-2).logsumexp(-1)
+
+    inputs = (torch.randn(2, 40, 8, device=device, requires_grad=True) for _ in range(3))
+    with unrun():
+        backward = fl.explain(simplicial, *inputs).graphs[-1]
+    assert backward.kernels and any("a kernel stores" in str(f) for f in backward.fallbacks)
+
+
 def test_what_a_kernel_stores_for_another_is_told(device: torch.device) -> None:
     """The gradient of the scores, larger than all that is given."""
     n = 70

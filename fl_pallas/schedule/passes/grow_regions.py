@@ -225,7 +225,9 @@ def _left_large(program: Program, regions: list[Region]) -> Iterator[Rejected]:
             continue
         others = [r for r in regions if r is not region]
         if region is not None and (
-            root_of(program, v.name) in _finished_large(program, region) or _is_bias(program, v, others)
+            root_of(program, v.name) in _finished_large(program, region)
+            or _is_bias(program, v, others)
+            or v.numel > ROUNDED_UP * _most_read(program, region)
         ):
             reader = next((program.by_name[u] for u in program.users[v.name] if u not in region.members), v)
             why = "the backward pass reads it" if reader is v else "PyTorch computes it; a kernel stores what it reads"
@@ -274,6 +276,12 @@ def _finished_large(program: Program, region: Region) -> set[str]:
         if v.expr is not None and not reductions(v.expr):
             found |= {v.name for r in v.reads if r in found and program.by_name[r].numel == v.numel}
     return found
+
+
+def _most_read(program: Program, region: Region) -> int:
+    """Elements of the largest value that the region reads."""
+    own = {*region.members}
+    return max((program.by_name[r].numel for m in own for r in program.by_name[m].reads if r not in own), default=0)
 
 
 def _is_bias(program: Program, v: Value, regions: list[Region]) -> bool:
