@@ -260,3 +260,22 @@ def test_scores_that_pytorch_sorts(device: torch.device) -> None:
     explained = fl.explain(largest_scores, *inputs)
     (kernel,) = explained.kernels
     assert [s.shape for s in kernel.stores] == [(2, 2, 40, 16)]
+
+
+def windows(centres: Tensor, shares: Tensor, v: Tensor) -> Tensor:
+    """Graves' windows: each row has several, by its own centres among positions; [b,s,m], shares of each, v [b,s,d]."""
+    j = torch.arange(v.shape[-2], device=v.device)
+    near = torch.exp(-((j - centres[..., None] * v.shape[-2]) ** 2) / 30)
+    w = (shares.softmax(-1)[..., None] * near).sum(-2)
+    return (w / (w.sum(-1, keepdim=True) + 1e-3)) @ v
+
+
+@pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")  # the gradient of v takes the weights from memory
+def test_sums_of_several_windows_are_not_stored(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.rand(2, 70, 3, generator=generator).to(device)
+    inputs = (centres, *(torch.randn(2, 70, n, generator=generator).to(device) for n in (3, 16)))
+    explanation = fl.explain(windows, *inputs)
+    assert explanation.kernel_count == 1 and not explanation.graphs[0].fallbacks, str(explanation)
+    run_and_check(windows, fl.compile(windows), inputs)
+    check_gradients(windows, fl.compile(windows), inputs)

@@ -121,7 +121,7 @@ def grow_regions(program: Program) -> Growth:
             covered.add(seed.value.name)
             continue
         if blocker is None and (shorter := _narrowed(program, seed)) and len(shorter.large) < len(seed.large):
-            seed = shorter
+            seed = seed if _leaves_pairs(program, seed.large - shorter.large) else shorter
         if blocker is not None and blocker[1] is RETURNED and (other := turned(program, seed)) is not None:
             # What both sides share may be what is reduced: s[i, j] + v[j, d], by max over j.
             seed, blocker = (other, None) if _grow(program, other) is None else (seed, blocker)
@@ -300,6 +300,12 @@ def _narrowed(program: Program, seed: Seed) -> Seed | None:
     narrow += [(frozenset((a,)), seed.cols) for a in seed.rows if len(seed.rows) > 1]
     found = [s for s in (Seed(seed.value, *sides) for sides in narrow) if _grow(program, s) is None]
     return min(found, key=lambda s: len(s.large), default=None)
+
+
+def _leaves_pairs(program: Program, left: set[str]) -> bool:
+    """Whether a region without these leaves larger ones of them to memory than all that is given and returned (windows
+    of rows by positions, of which each is a sum of several)."""
+    return max(program.by_name[name].numel for name in left) > given_or_returned(program, program.saved)
 
 
 def _is_iterated(program: Program, seed: Seed, given: int) -> bool:
