@@ -79,6 +79,49 @@ def test_nothing_quadratic_is_stored(fn: Callable[..., Tensor]) -> None:
                 assert prod(store.shape) < HEADS * N * N, f"{plan.name} stores {store}"
 
 
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "first row": lambda o: o[..., 0, :],
+    "last row": lambda o: o[..., -1, :],
+    "last rows": lambda o: o.transpose(1, 2)[:, -4:],
+    "last rows of joined heads": lambda o: o.transpose(1, 2).flatten(2)[:, -4:],
+    "every eighth row": lambda o: o[..., ::8, :],
+    "features": lambda o: o[..., :4],
+    "first row, projected": lambda o: o[..., 0, :].flatten(1) @ torch.eye(HEADS * DIM, device=o.device),
+    "first row, gated": lambda o: o[..., 0, :].sigmoid(),
+    "reversed": lambda o: o[..., :4, :].flip(-2),
+}
+
+
+@pytest.mark.parametrize("part", [pytest.param(f, id=name) for name, f in PARTS.items()])
+def test_part_of_a_result(part: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    """A token's row is computed alone where nothing else reads what it is a part of; gradients are right with it."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return part(scores(q, k).softmax(-1) @ v)
+
+    operands = inputs(device)[:3]
+    check_gradients(attention, fl.compile(attention, fallback="error"), operands)
+    given = [t.detach() for t in operands]
+    with unrun():
+        explanation = fl.explain(attention, *given)
+    stored = [s for g in explanation.graphs for plans in g.schedule.kernels for plan in plans for s in plan.stores]
+    result = attention(*given)
+    assert max(prod(s.shape) for s in stored) == result.numel(), f"{stored}"
+
+
+def test_most_of_a_result(device: torch.device) -> None:
+    """Of a larger part, with what the backward pass needs of all rows, one kernel computes scores once."""
+
+    def all_but_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (scores(q, k).softmax(-1) @ v)[..., 1:, :]
+
+    operands = inputs(device)[:3]
+    check_gradients(all_but_one, fl.compile(all_but_one, fallback="error"), operands)
+    with unrun():
+        explanation = fl.explain(all_but_one, *operands)
+    assert explanation.graphs[0].schedule and len(explanation.graphs[0].schedule.kernels) == 1
+
+
 def test_rank_beside_the_positive(device: torch.device) -> None:
     """What is returned may be rounded, and is not what the scores are compared with."""
 

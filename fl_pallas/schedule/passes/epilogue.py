@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Set
 
 from ..dtype import is_float, itemsize
-from ..expr import loads, reductions
+from ..expr import free_axes, loads, reductions
 from ..program import Program, Value, depends
-from .resolve_views import readers, root_of
+from .resolve_views import is_small_part, readers, root_of
 from .surround import uses_division
 from .weigh import LAUNCH, MOVED
 
@@ -18,18 +18,28 @@ WORTH = LAUNCHED // 4
 
 
 def with_epilogue(program: Program, members: set[str], others: set[str]) -> set[str]:
-    """Add pointwise values that only finish what the region returns."""
+    """Add pointwise values that only finish what the region returns, or a small part that is all that is read of it."""
     members = set(members)
     for v in program.values:
         if v.name in members | others or v.expr is None or v.is_view or v.projection or not is_float(v.dtype):
             continue
         inner = [r for r in v.reads if r in members]
-        if not inner or reductions(v.expr) or uses_division(v.expr):
+        if not inner or reductions(v.expr):
             continue
-        same_size = v.numel == max(program.by_name[r].numel for r in inner)
-        if same_size and not depends(program, set(v.reads) - members, members):
+        largest = max((program.by_name[r] for r in inner), key=lambda r: r.numel)
+        finishes = v.numel == largest.numel and not uses_division(v.expr) or _is_part(program, v, largest)
+        if finishes and not depends(program, set(v.reads) - members, members):
             members.add(v.name)
     return members
+
+
+def _is_part(program: Program, v: Value, whole: Value) -> bool:
+    """Whether `v` is made of a small part of `whole`, which nothing else reads."""
+    assert v.expr is not None
+    if program.users[whole.name] != (v.name,) or whole.name in program.outputs or not is_small_part(v, whole):
+        return False
+    read = [n for n in loads(v.expr) if n.source == whole.name]
+    return len(read) == 1 and {a for a in v.axes if a.extent > 1} <= free_axes(read[0])
 
 
 def with_sparing_epilogue(program: Program, members: set[str], others: set[str]) -> set[str]:

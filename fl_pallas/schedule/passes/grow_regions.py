@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..build import op, substitute
-from ..dtype import is_float, is_int, itemsize
+from ..dtype import is_int, itemsize
 from ..expr import Axis, Const, Expr, Index, Load, Op, free_axes, index, load, loads, reductions, walk
 from ..program import Program, Value, depends
 from .epilogue import with_epilogue, with_sparing_epilogue
@@ -227,8 +227,7 @@ def _left_large(program: Program, regions: list[Region]) -> Iterator[Rejected]:
         if region is not None and (
             root_of(program, v.name) in _finished_large(program, region)
             or _is_bias(program, v, others)
-            or is_float(v.dtype)
-            and v.numel > ROUNDED_UP * _most_read(program, region)
+            or v.numel > ROUNDED_UP * _most_read(program, region)
         ):
             reader = next((program.by_name[u] for u in program.users[v.name] if u not in region.members), v)
             why = "the backward pass reads it" if reader is v else "PyTorch computes it; a kernel stores what it reads"

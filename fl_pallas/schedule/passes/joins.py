@@ -16,6 +16,8 @@ from .whole import is_in_floats
 
 # A contraction with a weight longer than this is a projection even if its result is coupled.
 MAX_WEIGHT_CONTRACTION = 256
+# Elements of a set that each pair of a row and a column asks something of.
+MAX_COUNTED = 64
 
 Sides = tuple[frozenset[Axis], frozenset[Axis]]
 
@@ -94,20 +96,42 @@ def _positions(e: Expr) -> Iterator[Axis]:
 
 def _is_counted(program: Program, v: Value) -> bool:
     """Whether the pairs of a mask are summed, with nothing larger than rows but positions (a row's positives): scores
-    that it masks are no such sum."""
+    that it masks are no such sum, nor is what two sets of a row and of a column have in common."""
     if not is_outer(v):
         return False
-    own = {v.name}
+    own, pairs = {v.name}, v.numel
     for u in program.values:
         if u.expr is None or own.isdisjoint(u.reads):
             continue
-        others = [o for r in u.reads if r not in own and (o := program.by_name[r]).numel >= v.numel]
+        others = [o for r in u.reads if r not in own and (o := program.by_name[r]).numel >= pairs]
         if not all(is_of_positions(program, o) for o in others):
             continue
         if reductions(u.expr):
-            return True
+            if not is_of_small_sets(program, u):
+                return True
+            pairs = min(pairs, u.numel)
         own.add(u.name)
     return False
+
+
+def is_of_small_sets(program: Program, v: Value) -> bool:
+    """Whether `v` counts, over a short axis, what is asked element by element of integers that are few (tags that two
+    tokens share), or is the largest of such (coordinates' distances)."""
+    assert v.expr is not None
+    if is_float(v.dtype) and not all(r.kind in ("max", "min") for r in reductions(v.expr)):
+        return False
+    counted = math.prod(r.axis.extent for r in reductions(v.expr))
+    given, stack = set[str](), [*v.reads]
+    while stack:
+        u = program.by_name[stack.pop()]
+        found = reductions(u.expr) if u.expr is not None else ()
+        alone = u.expr is not None and u.numel >= v.numel and len(program.users[u.name]) == 1
+        if alone and (is_float(v.dtype) and not found or not is_float(u.dtype)):
+            counted *= math.prod(r.axis.extent for r in found)
+            stack += u.reads
+        else:
+            given.add(u.name)
+    return counted <= MAX_COUNTED and v.numel > sum(program.by_name[r].numel for r in given)
 
 
 def _placed(v: Value, found: list[Load]) -> Seed | None:

@@ -7,9 +7,12 @@ from dataclasses import replace
 
 from ..build import substitute
 from ..dtype import is_float, is_int, itemsize
-from ..expr import Const, Expr, Load, const, free_axes, load, loads, raw_op
+from ..expr import Const, Expr, Load, Op, const, free_axes, load, loads, raw_op, reductions
 from ..program import Program, Value, reads_of
 from .whole import in_floats
+
+# How many times smaller a part is that is computed without the rest.
+SMALL_PART = 4
 
 
 def inline_load(node: Load, value: Value) -> Expr:
@@ -44,7 +47,9 @@ def resolve_views(program: Program, kept: Set[str] = frozenset(), rounded: Set[s
             }:
                 expr = substitute(expr, {}, dict(found))
             expr = in_floats(expr) if is_int(v.dtype) else expr
+            alone = v.is_view and _is_alone(program, v)
             v = replace(v, expr=expr, reads=reads_of(expr))
+            v = _picked(v) if alone else v
         out[v.name] = v
     values = (_picked(v) if _is_picked(program, v) else v for v in out.values())
     return replace(program, values=_live(tuple(values), program.outputs))
@@ -65,6 +70,23 @@ def _is_picked(program: Program, v: Value) -> bool:
         return False
     root = program.by_name[root_of(program, v.name)]
     return root.expr is not None and root.name not in program.outputs and v.numel < root.numel
+
+
+def is_small_part(v: Value, whole: Value) -> bool:
+    """Whether `v`, of a part of `whole`, is worth computing without the rest, though kernels may find of all rows what
+    a backward pass needs: half of what they compute then is scores."""
+    return v.numel * SMALL_PART <= whole.numel
+
+
+def _is_alone(program: Program, v: Value) -> bool:
+    """Whether a view is a small part of a sum, or of a copy of it, and all that is read of it (a token's row)."""
+    whole, seen = v, v.expr
+    while isinstance(seen, Load):
+        whole = program.by_name[seen.source]
+        if len(program.users[whole.name]) > 1 or whole.name in program.outputs:
+            return False
+        seen = whole.expr.args[0] if isinstance(whole.expr, Op) and whole.expr.name == "cast" else whole.expr
+    return seen is not None and bool(reductions(seen)) and is_small_part(v, whole)
 
 
 def _picked(v: Value) -> Value:

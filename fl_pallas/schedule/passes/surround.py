@@ -11,14 +11,12 @@ from ..inner import over_distances
 from ..program import Program, Value
 from ..target import HOPPER
 from .choose import COSTLY
-from .joins import Sides, has_weight, is_of_positions, is_picked_often
+from .joins import Sides, has_weight, is_of_positions, is_of_small_sets, is_picked_often
 from .resolve_views import inlined, root_of
 from .weigh import ISSUED, LAUNCH, MOVED, POWERS
 
 # Float operations of a prologue that may be repeated in the loop (column side) or per row tile (row side).
 MAX_COLUMN_OPS, MAX_ROW_OPS = 3, 12
-# Elements of a set that each pair of a row and a column asks something of.
-MAX_COUNTED = 64
 # Terms of a sum that each distance has, and operations that lead to them.
 MAX_SUMMED, MAX_STEPS = 256, 32
 # Rows of a tile; and instructions for an element that goes through registers to the matrix units, where what is loaded
@@ -70,7 +68,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
                 not reductions(v.expr)
                 or expands
                 and not _is_layer(program, v, readers)
-                or _is_of_small_sets(program, v)
+                or is_of_small_sets(program, v)
                 or _is_of_pairs(program, v)
                 or _is_by_distance(program, v, rows, cols)
             )
@@ -145,26 +143,6 @@ def _is_layer(program: Program, v: Value, readers: list[Value]) -> bool:
         for n in loads(u.expr)
         if n.source == v.name
     )
-
-
-def _is_of_small_sets(program: Program, v: Value) -> bool:
-    """Whether `v` counts, over a short axis, what is asked element by element of integers that are few (tags that two
-    tokens share), or is the largest of such (coordinates' distances)."""
-    assert v.expr is not None
-    found = reductions(v.expr)
-    if math.prod(r.axis.extent for r in found) > MAX_COUNTED:
-        return False
-    if is_float(v.dtype) and not all(r.kind in ("max", "min") for r in found):
-        return False
-    given, stack = set[str](), [*v.reads]
-    while stack:
-        u = program.by_name[stack.pop()]
-        made = u.expr is not None and not reductions(u.expr) and len(program.users[u.name]) == 1
-        if made and u.numel >= v.numel and (is_float(v.dtype) or not is_float(u.dtype)):
-            stack += u.reads
-        else:
-            given.add(u.name)
-    return v.numel > sum(program.by_name[r].numel for r in given)
 
 
 def _going_on(program: Program, added: set[str], longer: set[str], loops: Mapping[str, frozenset[Axis]]) -> set[str]:

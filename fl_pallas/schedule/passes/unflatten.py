@@ -32,7 +32,8 @@ def _parallel_apart(fused: Fused) -> Fused:
     """`o[x < m·n] = sum[j](q(x // n, x % n) * k(x % n + j))` → `o[i·n + l] = sum[j](q(i, l) * k(l + j))`.
 
     An einsum folds a batch into the rows of a product whose other side has none, and the gradient is made so. A tile of
-    such rows is of several members, and where its positions begin and end is not known.
+    such rows is of several members, and where its positions begin and end is not known. Heads and features that were
+    joined are apart where scores are of the head alone.
     """
     for axis in dict.fromkeys(a for o in fused.outputs for a in o.axes):
         nodes = {n for o in fused.outputs for n in walk(o.expr) if axis in free_axes(n)}
@@ -42,10 +43,22 @@ def _parallel_apart(fused: Fused) -> Fused:
         among = [n for n in nodes if isinstance(n, Op) and n.name in _POSITIONS and is_int(n.args[0].dtype)]
         beside = [n for n in among if free_axes(n) - {axis} and not loads(n)]
         strides = {s for n in beside for c in n.args if (s := _beyond(c, axis))}
+        found = {r for n in nodes for r in reductions(n) if axis in free_axes(r)}
+        strides |= {s for r in found for s in _quotients(r, axis)}
         axes = dimensions(axis, strides | {s for i in places if (s := _beyond(i, axis))}) if strides else [axis]
         if len(axes) > 1:
             fused = Fused(tuple(_over(o, axis, axes) for o in fused.outputs))
     return fused
+
+
+def _quotients(r: Reduce, axis: Axis) -> set[int]:
+    """The strides of the dimensions by which alone a matrix product is along a flattened `axis`, all of them quotients
+    (heads, of which each has features)."""
+    if not is_covered(r):
+        return set()
+    found = [i for n in loads(r) for i in n.index if axis in free_axes(i)]
+    strides = {s for i in found if isinstance(i, Op) and i.name == "floordiv" and (s := _beyond(i, axis))}
+    return strides if len(found) == sum(isinstance(i, Op) and i.name == "floordiv" for i in found) else set()
 
 
 def _over(o: Output, axis: Axis, axes: list[Axis]) -> Output:
