@@ -31,7 +31,7 @@ import torch
 from hypothesis import Phase, settings
 
 import fl_pallas as fl
-from fl_pallas import api
+from fl_pallas import fallback
 from fl_pallas.bridge.launch import DirectKernel
 
 REPEATS = 4
@@ -110,10 +110,10 @@ def _drawn(item: pytest.Item) -> int:
 @pytest.fixture
 def unwarned() -> Iterator[None]:
     """Warnings given before count as not given."""
-    kept = set(api._warned)
-    api._warned.clear()
+    kept = set(fallback._warned)
+    fallback._warned.clear()
     yield
-    api._warned.update(kept)
+    fallback._warned.update(kept)
 
 
 @pytest.fixture(scope="session")
@@ -126,7 +126,7 @@ def device() -> torch.device:
 def fresh() -> Iterator[None]:
     """The same random numbers for each test, and none of the last one's captured graphs, warnings or GPUs."""
     torch.manual_seed(0)
-    api._warned.clear()
+    fallback._warned.clear()
     if torch.cuda.is_initialized():
         torch.cuda.set_device(0)  # JAX leaves the one on which it last did something
     yield

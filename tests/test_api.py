@@ -28,7 +28,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fl_pallas as fl
-from fl_pallas import api
+from fl_pallas import api, backend
 from fl_pallas.schedule import build, pipeline
 
 from .oracle import check, run_and_check
@@ -852,9 +852,9 @@ def test_random_numbers() -> None:
 def test_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Right at each of ten lengths, for a few captures; what is built per shape is built once."""
     captures, built = [], []
-    capture, build = api.Backend.__call__, api._realised
+    capture, build = api.Backend.__call__, backend.realised
     monkeypatch.setattr(api.Backend, "__call__", lambda *a: captures.append(a) or capture(*a))
-    monkeypatch.setattr(api, "_realised", lambda *a: built.append(a) or build(*a))
+    monkeypatch.setattr(backend, "realised", lambda *a: built.append(a) or build(*a))
     f = fl.compile(attention)
     lengths = (64, 65, 3, 100, 1, 17, 128, 2, 33, 80)
     for n in lengths:

@@ -41,3 +41,34 @@ def test_ids_of_few_bits_are_compared_as_they_are(device: torch.device) -> None:
     q = torch.randn(1, 200, 16, device=device)
     run_and_check(documents, fl.compile(documents, fallback="error"), (q, t))
     assert "mod" not in str(fl.explain(documents, q, t)) and "%" not in str(fl.explain(documents, q, t))
+
+
+def hashed(q: Tensor, t: Tensor) -> Tensor:
+    """Products of ids and positions beyond 32 bits, and sums and views of such (buckets of hashes)."""
+    i = torch.arange(t.shape[-1], dtype=torch.int32, device=t.device)
+    own = (t * t)[:, :, None]
+    made = [t[:, :, None] * t[:, None], (t[:, None] << 17) + t[:, :, None], (i[:, None] * 73856093) ^ (i * 19349663)]
+    made += [t[:, :, None] * 40000 - t[:, None], own - own.mT, -own + t[:, None] * 3]
+    s = q @ q.mT / 4
+    for n, x in enumerate(made):
+        s = s + 0.1 * (x % (n + 5)) + 0.1 * (x < 0)
+    return s.softmax(-1) @ q
+
+
+def test_products_of_32_bits_wrap(device: torch.device) -> None:
+    torch.manual_seed(0)
+    t = torch.randint(10**4, 10**5, (2, 33), dtype=torch.int32, device=device)
+    run_and_check(hashed, fl.compile(hashed, fallback="error"), (torch.randn(2, 33, 16, device=device), t))
+
+
+def test_lengths_of_32_bits_are_as_they_are(device: torch.device) -> None:
+    """Sums of lengths and of offsets have room: nothing is asked of them."""
+
+    def packed(q: Tensor, lengths: Tensor) -> Tensor:
+        j = torch.arange(q.shape[-2], device=q.device)
+        hidden = (j >= lengths[:, None] - 1)[:, None]
+        return (q @ q.mT).masked_fill(hidden, float("-inf")).softmax(-1) @ q
+
+    given = torch.randn(2, 200, 16, device=device), torch.tensor([60, 150], dtype=torch.int32, device=device)
+    run_and_check(packed, fl.compile(packed, fallback="error"), given)
+    assert "%" not in str(fl.explain(packed, *given))

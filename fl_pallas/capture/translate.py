@@ -11,8 +11,8 @@ import torch
 from torch.fx.node import Node, map_arg
 
 from ..errors import SourceLoc, Unsupported
-from ..schedule.build import substitute
-from ..schedule.expr import Expr, Index, const, index, load
+from ..schedule.build import substitute, wrapped
+from ..schedule.expr import Expr, Index, Load, Op, const, index, load, walk
 from ..schedule.integer import linear
 from ..schedule.program import Program, Value, reads_of, value_axes
 from . import reduction
@@ -65,6 +65,8 @@ class _Translation:
         self.device = kernels_device(v for v in inputs if isinstance(v, torch.Tensor))
         # Names of values that are not made of numbers and indices alone.
         self.data: set[str] = set()
+        # Names of those of 32 bits that may have had no room.
+        self.wrapped: set[str] = set()
 
     def visit(self, node: Node) -> None:
         if node.op == "output":
@@ -157,6 +159,8 @@ class _Translation:
         else:
             self.refusals.pop(node, None)
             self.results[node] = _progression(expr, shape, dtype) or _loaded(node.name, shape, dtype)
+        if expr is not None and dtype == "i32":
+            expr = self._wrapped(node.name, expr)
         reads = self._reads(node) if expr is None else reads_of(expr)
         if expr is None or not self.data.isdisjoint(reads):
             self.data.add(node.name)
@@ -174,6 +178,17 @@ class _Translation:
             borrowed=expr is None and schema is not None and any(r.alias_info for r in schema.returns),
             where=_where(node),
         )
+
+    def _wrapped(self, name: str, expr: Expr) -> Expr:
+        """What 32 bits hold of a product of theirs, and of sums of such (hashes): sums of ids and lengths, which masks
+        are made of, are taken to have room."""
+        products = any(isinstance(n, Op) and n.name in ("mul", "shl") for n in walk(expr))
+        if not products and self.wrapped.isdisjoint(reads_of(expr)):
+            return expr
+        held = expr if isinstance(expr, Load) else wrapped(expr, "i32")
+        if held is not expr or not products:
+            self.wrapped.add(name)
+        return held
 
     def _reads(self, node: Node) -> tuple[str, ...]:
         found: dict[str, None] = {}

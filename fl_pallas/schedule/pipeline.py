@@ -20,7 +20,7 @@ from .passes.compared import check_comparisons
 from .passes.copies import store_copies
 from .passes.cut import cut_apart
 from .passes.distances import look_up_distances
-from .passes.exchange import exchange
+from .passes.exchange import exchange, short_first
 from .passes.expand_squares import expand_squares
 from .passes.fuse import Fused, Output, fuse
 from .passes.group_rows import group_features, group_rows
@@ -142,7 +142,7 @@ def _scheduled(
         groups = tuple(map(split_reductions, groups))
         for fused in groups:
             record("split_reductions", partial(fused_text, fused))
-        short, groups = exchange(groups, program, facts, f"r{n}", compute)
+        short, groups = short_first(*exchange(groups, program, facts, f"r{n}", compute))
         groups = tuple(without_divisions(fused, facts) for fused in groups)
         groups = tabulate(short, groups, f"r{n}", compute)
         region, along = take_along(program, region, taken, groups[: len(short)])

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fl_pallas as fl
-from fl_pallas import api
+from fl_pallas import backend
 from tests.oracle import check, check_gradients
 
 Variant = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -76,13 +76,13 @@ def check_number(fn: Variant, compiled: Variant, t: float, device: torch.device)
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """Grows with each graph that is planned."""
     found: list[None] = []
-    plan = api._scheduled
+    plan = backend.scheduled
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         found.append(None)
         return plan(*args, **kwargs)
 
-    monkeypatch.setattr(api, "_scheduled", counting)
+    monkeypatch.setattr(backend, "scheduled", counting)
     return found
 
 

@@ -159,6 +159,22 @@ def mha() -> nn.Module:
     return Layer()
 
 
+def mha_weights() -> nn.Module:
+    """nn.MultiheadAttention as it is called by default: weights, averaged over heads, come beside the result."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.MultiheadAttention(64, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            """x [b,s,64]."""
+            hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+            return self.attn(x, x, x, attn_mask=hidden)
+
+    return Layer()
+
+
 def _cross(g: Draw) -> tuple[Tensor, ...]:
     s = 2 * g.seq + 3
     return g.normal(2, 2, g.seq, 16), g.normal(2, 2, s, 16), g.normal(2, 2, s, 16)
@@ -230,4 +246,5 @@ CASES = (
         lambda g: (g.normal(2, g.seq, 32), torch.arange(g.seq, device=g.device) >= g.lengths(2)[:, None]),
         module=True,
     ),
+    Case("mha_weights", mha_weights, lambda g: (g.normal(2, g.seq, 64),), kernels=None, module=True),
 )

@@ -112,6 +112,26 @@ def contrastive(q: Tensor, k: Tensor) -> Tensor:
     return torch.logsumexp(logits, -1) - logits.diagonal(dim1=-2, dim2=-1)
 
 
+def two_hops(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention to what has attended (multi-hop attention; diffusion along a graph)."""
+    i = torch.arange(q.shape[-2], device=q.device)
+    p = _scores(q, k).masked_fill(i[:, None] < i, -math.inf).softmax(-1)
+    return 0.9 * (p @ (0.9 * (p @ v) + 0.1 * v)) + 0.1 * v
+
+
+def there_and_back(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Keys collect from queries what these take back from them."""
+    p = _scores(q, k).softmax(-1)
+    return p @ (p.mT @ v)
+
+
+def co_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Each side attends to the other, and then to what the other has seen (dynamic coattention)."""
+    s = _scores(q, k)
+    to_keys, to_queries = s.softmax(-1), s.softmax(-2)
+    return to_keys @ v, to_keys @ (to_queries.mT @ q)
+
+
 def key_gate(q: Tensor, k: Tensor, v: Tensor, gate: Tensor) -> Tensor:
     """gate [b,h,s,1]: how much of a key is open, in log space."""
     return torch.softmax(_scores(q, k) + F.logsigmoid(gate).mT, -1) @ v
@@ -137,5 +157,8 @@ CASES = (
     Case("expected_position", expected_position, qkv()),
     Case("scalable_softmax", scalable_softmax, qkv()),
     Case("contrastive", contrastive, _pair(qkv())),
+    Case("two_hops", two_hops, qkv(), kernels=None),
+    Case("there_and_back", there_and_back, qkv(), kernels=None),
+    Case("co_attention", co_attention, qkv(), kernels=None),
     Case("key_gate", key_gate, qkv_and(lambda g: g.normal(1, 2, g.seq, 1))),
 )

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .case import Case, qkv, qkv_and
+from .case import Case, Draw, qkv, qkv_and
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
@@ -87,6 +87,21 @@ def scan_of_a_scan(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (scores - 0.1 * torch.tanh(0.1 * torch.sigmoid(scores).cumsum(-1)).cumsum(-1)).softmax(-1) @ v
 
 
+def structured_decay(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Mamba-2 as a masked product, decays by its `segsum`; x [b,s,h,p], a [b,s,h], b and c [b,s,n]."""
+    s = x.shape[1]
+    steps = a.transpose(1, 2)[..., None].repeat(1, 1, 1, s)
+    earlier = torch.ones(s, s, dtype=torch.bool, device=x.device)
+    steps = steps.masked_fill(~earlier.tril(-1), 0).cumsum(-2)
+    decay = steps.masked_fill(~earlier.tril(), float("-inf")).exp()
+    return torch.einsum("bln,bsn,bhls,bshp->blhp", c, b, decay, x)
+
+
+def _states(g: Draw) -> tuple[Tensor, ...]:
+    steps = -g.uniform(1, g.seq, 2, low=0.01, high=0.3)
+    return g.normal(1, g.seq, 2, 16), steps, g.normal(1, g.seq, 8), g.normal(1, g.seq, 8)
+
+
 CASES = (
     Case("stick_breaking", stick_breaking, qkv(), kernels=None),
     Case("stick_breaking_by_triangle", stick_breaking_by_triangle, qkv(), kernels=None),
@@ -96,4 +111,5 @@ CASES = (
     Case("selective", selective, qkv(), kernels=None),
     Case("mean_of_weights_so_far", mean_of_weights_so_far, qkv(), kernels=None),
     Case("scan_of_a_scan", scan_of_a_scan, qkv(), kernels=None),
+    Case("structured_decay", structured_decay, _states, kernels=None),
 )

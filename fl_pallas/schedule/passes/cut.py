@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ..build import rewrite, substitute
 from ..dtype import compute_dtype, is_float
 from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, index, load, loads, reductions, ref, walk
+from ..integer import bounds
 from ..program import Value
 from .fuse import Fused, Output, join_group, labels
 from .share import renaming
@@ -211,6 +212,7 @@ def _repeated(fused: Fused) -> list[_Cut]:
                 # For a matrix alone: outputs that have a loop of their own for the same rows go on with that.
                 wide = None if bound else found.get(r, set())
                 found[r] = None if wide is None else wide | {o.name}
+    found = {r: names for r, names in found.items() if not _is_of_stored_rows(r, found)}
     whole = _reduced_whole(fused, found)
     if whole:
         return [_Cut(e, _laid(e, parallel, False)) for e in whole]
@@ -220,6 +222,19 @@ def _repeated(fused: Fused) -> list[_Cut]:
     whole = {free_axes(r) for r in found if not _is_part(fused, r)}
     named = {r: names if names is None else frozenset(names) for r, names in found.items()}
     return [_Cut(r, _laid(r, parallel, free_axes(r) not in whole), named[r]) for r in ordered]
+
+
+def _is_of_stored_rows(r: Reduce, found: Container[Reduce]) -> bool:
+    """Whether `r`, a product of features for each pair, is larger than what it reads and than the sums inside of it,
+    which are stored in its place: rows that a softmax has averaged, and that the next softmax of them multiplies."""
+    inner = {n for n in reductions(r.body) if n in found}
+    if not inner or r.kind != "sum" or r.axis.extent > MAX_COVERED or not _is_larger_than_read(r):
+        return False
+    size = math.prod(a.extent for a in free_axes(r))
+    held = {n: ref("%stored", tuple(free_axes(n)), n.dtype) for n in inner}
+    return not reductions(substitute(r.body, {}, {**held})) and all(
+        math.prod(a.extent for a in free_axes(n)) < size for n in inner
+    )
 
 
 def _reduced_whole(fused: Fused, found: Container[Reduce]) -> list[Expr]:
@@ -258,8 +273,15 @@ def _is_larger_than_read(r: Expr, times: float = 1) -> bool:
 
 def is_larger_than(r: Expr, read: list[Load], times: float = 1) -> bool:
     """Whether an expression has more results than so many times the elements of each of the loads."""
-    most = max((math.prod(a.extent for i in n.index for a in free_axes(i)) for n in read), default=0)
+    most = max((math.prod(map(_places, n.index)) for n in read), default=0)
     return math.prod(a.extent for a in free_axes(r)) > times * most
+
+
+def _places(i: Expr) -> int:
+    """How many places an index takes, a sum of two taken for pairs: blocks of 32 are fewer than what they are of."""
+    every = math.prod(a.extent for a in free_axes(i))
+    known = bounds(i) if isinstance(i, Op) and i.name == "floordiv" else None
+    return every if known is None else min(every, known[1] - known[0] + 1)
 
 
 def _is_spread(o: Output, r: Reduce, parallel: frozenset[Axis]) -> bool:

@@ -79,6 +79,14 @@ def exchange(
     return tuple(Fused(tuple(outputs)) for outputs in first.values()), rest
 
 
+def short_first(first: tuple[Fused, ...], rest: tuple[Fused, ...]) -> tuple[tuple[Fused, ...], tuple[Fused, ...]]:
+    """What `exchange` returns, with kernels that sum what other sums make (a row's, of what its weights averaged)
+    among the others, which have those sums too."""
+    nested = [any(reductions(r.body) for o in kernel.outputs for r in reductions(o.expr)) for kernel in first]
+    short = tuple(kernel for kernel, is_nested in zip(first, nested, strict=True) if not is_nested)
+    return short, (*(kernel for kernel, is_nested in zip(first, nested, strict=True) if is_nested), *rest)
+
+
 def _by_own_sum(r: Reduce, made: Mapping[str, Value]) -> Expr:
     """`sum[j](g * x / l)`, with l the sum of x that another kernel made, as `sum[j](g * x) / sum[j](x)`.
 

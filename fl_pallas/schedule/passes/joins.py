@@ -55,14 +55,15 @@ def join(program: Program, v: Value) -> Seed | None:
     # What has an operand of its own size changes that one alone: a norm, with its means and weights.
     changed = any(is_float(n.dtype) and _touched(n) >= wide for n in found)
     short: Seed | None = None
-    for n, a in enumerate(found):
-        for b in found[n + 1 :]:
-            rows, cols = _touched(a) & own - _touched(b), _touched(b) & own - _touched(a)
-            contracted = any(r.kind == "sum" and a in loads(r.body) and b in loads(r.body) for r in whole)
-            if rows and cols and (contracted or not changed):
-                return Seed(v, rows, cols)
-            if short is None and contracted and is_float(a.dtype) and is_float(b.dtype) and 1 in v.shape:
-                short = Seed(v, rows, cols)  # of a row by itself (a norm among distances), where no other pair has both
+    pairs = [(a, b) for n, a in enumerate(found) for b in found[n + 1 :]]
+    contracted = {p for p in pairs if any(r.kind == "sum" and {*p} <= {*loads(r.body)} for r in whole)}
+    # The sides of a product come before those of a bias that is added to it.
+    for a, b in sorted(pairs, key=lambda p: p not in contracted):
+        rows, cols = _touched(a) & own - _touched(b), _touched(b) & own - _touched(a)
+        if rows and cols and ((a, b) in contracted or not changed):
+            return Seed(v, rows, cols)
+        if short is None and (a, b) in contracted and is_float(a.dtype) and is_float(b.dtype) and 1 in v.shape:
+            short = Seed(v, rows, cols)  # of a row by itself (a norm among distances), where no other pair has both
     # Numbers of rows that meet positions, and not how far two of those are apart.
     places = frozenset(_positions(v.expr)) & own
     for n in [n for n in found if is_float(n.dtype)] if places and not (whole or changed) else []:
@@ -168,8 +169,11 @@ def along_shared(seed: Seed) -> list[Seed]:
 
 
 def _shared(seed: Seed) -> frozenset[Axis]:
-    assert seed.value.expr is not None
-    touched = [_touched(n) for n in loads(seed.value.expr)]
+    """The axes that both operands have: all that are put together, or that a product multiplies."""
+    e = seed.value.expr
+    assert e is not None
+    multiplied = [n for r in reductions(e) for n in loads(r.body)]
+    touched = [_touched(n) for n in multiplied or loads(e)]
     return frozenset(seed.value.axes).intersection(*touched) - seed.rows - seed.cols
 
 
@@ -422,12 +426,19 @@ def has_weight(program: Program, v: Value) -> bool:
     by what is made of such (normalised, with an update of low rank). A product of weights (learned queries) is none.
     """
     rank = _rank(program, v)
-    return any(_is_weight(program, s, rank) for r in v.reads if is_float((s := program.by_name[r]).dtype))
+    return any(_is_weight(program, s, rank) for s in _operands_of(program, v))
+
+
+def _operands_of(program: Program, v: Value) -> list[Value]:
+    """The floats that are multiplied, where some are: a bias that is added to products is none."""
+    assert v.expr is not None
+    multiplied = {n.source for r in reductions(v.expr) for n in loads(r.body)}
+    return [s for r in v.reads if r in (multiplied or v.reads) and is_float((s := program.by_name[r]).dtype)]
 
 
 def _rank(program: Program, v: Value) -> int:
     """The most axes that an operand of `v` has, less those along which it is repeated (`x[:, None] * y`)."""
-    shapes = [s.shape for r in v.reads if is_float((s := program.by_name[r]).dtype)]
+    shapes = [s.shape for s in _operands_of(program, v)]
     by_element = v.expr is not None and not reductions(v.expr)
     alike = [by_element and len(s) == len(v.shape) for s in shapes]
     repeated = [sum(n == 1 < whole for n, whole in zip(s, v.shape)) if a else 0 for s, a in zip(shapes, alike)]

@@ -67,7 +67,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
             fits = (
                 not reductions(v.expr)
                 or expands
-                and not _is_layer(program, v, readers)
+                and not _is_layer(program, v, members)
                 or is_of_small_sets(program, v)
                 or _is_of_pairs(program, v)
                 or _is_by_distance(program, v, rows, cols)
@@ -130,19 +130,24 @@ def _is_gather(node: Load) -> bool:
     return any(isinstance(m, Load) for i in node.index for m in walk(i))
 
 
-def _is_layer(program: Program, v: Value, readers: list[Value]) -> bool:
-    """Whether `v` is a product with a weight, and an operand of products: keys and values from one matrix, of which
-    each head reads its own."""
+def _is_layer(program: Program, v: Value, members: set[str]) -> bool:
+    """Whether `v` is a product with a weight, and an operand of products, with a bias added or a scale perhaps: keys
+    and values from one matrix, of which each head reads its own."""
     assert v.expr is not None
     if not reductions(v.expr) or not has_weight(program, v):
         return False
-    return all(
-        any(r.axis in free_axes(n) for r in reductions(u.expr))
-        for u in readers
-        if u.expr is not None
-        for n in loads(u.expr)
-        if n.source == v.name
-    )
+    stack, seen = [v.name], {v.name}
+    while stack:
+        name = stack.pop()
+        for u in (program.by_name[user] for user in program.users[name] if user in members - seen):
+            assert u.expr is not None
+            found = reductions(u.expr)
+            if any(n.source == name and not any(r.axis in free_axes(n) for r in found) for n in loads(u.expr)):
+                if found:
+                    return False
+                seen.add(u.name)
+                stack.append(u.name)
+    return True
 
 
 def _going_on(program: Program, added: set[str], longer: set[str], loops: Mapping[str, frozenset[Axis]]) -> set[str]:
