@@ -72,3 +72,23 @@ def test_lengths_of_32_bits_are_as_they_are(device: torch.device) -> None:
     given = torch.randn(2, 200, 16, device=device), torch.tensor([60, 150], dtype=torch.int32, device=device)
     run_and_check(packed, fl.compile(packed, fallback="error"), given)
     assert "%" not in str(fl.explain(packed, *given))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_bitwise(dtype: torch.dtype, device: torch.device) -> None:
+    """Bits of ids and of positions, put together: a mask of whole blocks, `(i | 31) >= j`, among them."""
+
+    def bits(q: Tensor, t: Tensor) -> Tensor:
+        i = torch.arange(t.shape[-1], device=t.device)
+        a, b = t[:, :, None], t[:, None]
+        s = (
+            q @ q.mT / 4
+            + 0.01 * (a | b)
+            + 0.01 * (a & b)
+            + 0.01 * (a ^ b)
+            + 0.01 * ((t | 1)[:, None] + (~t & 7)[:, None])
+        )
+        return s.masked_fill((i | 15)[:, None] < i, float("-inf")).softmax(-1) @ q
+
+    t = torch.randint(0, 100, (2, 65), device=device).to(dtype)
+    run_and_check(bits, fl.compile(bits, fallback="error"), (torch.randn(2, 65, 16, device=device), t))

@@ -495,6 +495,15 @@ def _grow(program: Program, seed: Seed) -> Blocker | None:
     return blocker or _close(program, seed)
 
 
+def grown_from(program: Program, v: Value) -> set[str]:
+    """Names of what is as large as the join `v` and made of it; none if it is no join."""
+    seed = join(program, v)
+    if seed is None:
+        return set()
+    _grow(program, seed)
+    return seed.large
+
+
 def _close(program: Program, seed: Seed) -> Blocker | None:
     """Add what lies between members, so that no value outside both depends on and feeds the region."""
     below: set[str] = set()

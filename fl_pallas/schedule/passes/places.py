@@ -21,7 +21,7 @@ def places(fused: Fused) -> Fused:
 def _of_scores(e: Expr) -> Expr:
     if not isinstance(e, Op):
         return e
-    if e.name == "or":
+    if e.name == "or" and e.dtype == "bool":
         return op("or", e.args[0], _same_place(*e.args), dtype="bool")
     if e.name not in COMPARISONS:
         return e

@@ -21,6 +21,7 @@ from ..inner import factors
 from ..integer import linear
 from ..program import PART, Program, Value, reads_of
 from ..scan import BLOCK
+from .again import grow_again
 from .grow_regions import Growth, Region
 from .joins import join
 from .resolve_views import inline_load, inlined, resolve_views
@@ -31,7 +32,8 @@ FEW = 16
 
 
 def grow_scanned(viewed: Program) -> tuple[Program, Program, Growth, frozenset[str]]:
-    """A Program with its views → it with scans over scores opened, what `grow_rounded` makes of that, in that order.
+    """A Program with its views → it with scans over scores opened, and with what is computed again behind operations of
+    PyTorch's; what `grow_rounded` makes of that, in that order.
 
     A scan of which a region does not compute all is PyTorch's.
     """
@@ -41,7 +43,7 @@ def grow_scanned(viewed: Program) -> tuple[Program, Program, Growth, frozenset[s
         program, growth, rounded = grow_rounded(opened)
         kept = {n: scan for n, scan in found.items() if any(_computes(program, r, n) for r in growth.regions)}
         if kept == found:
-            return opened, program, growth, rounded
+            return grow_again(opened, program, growth, rounded)
         found = kept
 
 

@@ -1,0 +1,103 @@
+"""Scores again: what an operation of PyTorch's waits for, by a statistic of it, and what reads its result compute anew.
+
+Before: `t = topk(max[i](s(i, j)))` and `exp(s(i, j)) where j in t`: s would be stored for the second, since no kernel
+computes s, waits for PyTorch, and goes on. After: the second has an s of its own, and each is a region.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ..build import COMPARISONS, substitute
+from ..dtype import is_float
+from ..expr import Const, Op, load, loads, reductions, walk
+from ..program import Program, Value, reads_of
+from .grow_regions import Growth, Rejected, grown_from
+from .resolve_views import root_of
+from .rounded import grow_rounded
+
+# Operations of PyTorch's, one after another, that scores are computed again behind.
+MAX_TIMES = 4
+
+Grown = tuple[Program, Program, Growth, frozenset[str]]
+
+
+def grow_again(viewed: Program, program: Program, growth: Growth, rounded: frozenset[str]) -> Grown:
+    """What `grow_rounded` made of a Program with its views, or makes of one in which scores are computed again, if
+    regions compute all of these; that Program first."""
+    given: Grown = viewed, program, growth, rounded
+    found, names = given, set[str]()
+    for times in range(MAX_TIMES):
+        viewed, program, growth, _ = found
+        ways = (_apart(viewed, program, r, f"_again{times}") for r in growth.rejected)
+        way = next((way for way in ways if way is not None), None)
+        if way is None:
+            break
+        found = way[0], *grow_rounded(way[0])
+        names |= way[1]
+    _, program, growth, _ = found
+    inside = {m for region in growth.regions for m in region.members}
+    stored = {name for region in growth.regions for name in region.outputs}
+    return found if names & program.by_name.keys() <= inside and stored.isdisjoint(names) else given
+
+
+def _apart(viewed: Program, program: Program, rejected: Rejected, suffix: str) -> tuple[Program, set[str]] | None:
+    """`viewed`, in which what depends on the operation that stands in the way reads values of its own in the place of
+    those of a region before it, and of others as large (a bias that both add); and their names. None if nothing of the
+    region is read on both sides."""
+    if rejected.blocker.expr is not None:
+        return None
+    large, size = grown_from(program, rejected.value), rejected.value.numel
+    below: set[str] = {rejected.blocker.name}
+    for v in viewed.values:
+        if not below.isdisjoint(v.reads):
+            below.add(v.name)
+    ahead = [v for v in viewed.values if v.name not in below and v.expr is not None]
+    region = {v.name for v in ahead if root_of(viewed, v.name) in large}
+    before = region | {v.name for v in ahead if v.numel >= size}
+    asked = {r for v in viewed.values if v.name in below for r in v.reads if r in before}
+    if asked.isdisjoint(region) or not before.isdisjoint(rejected.blocker.reads):
+        return None
+    for v in reversed(viewed.values):
+        if v.name in asked:
+            asked |= before.intersection(v.reads)
+    if _is_compared(viewed, asked, below):
+        return None
+    values: list[Value] = []
+    for v in viewed.values:
+        values.append(_reading(v, asked, suffix) if v.name in below else v)
+        if v.name in asked:
+            values.append(replace(_reading(v, asked, suffix), name=v.name + suffix))
+    return replace(viewed, values=tuple(values)), {name + suffix for name in asked}
+
+
+def _is_compared(viewed: Program, again: set[str], below: set[str]) -> bool:
+    """Whether what is computed again is compared with what PyTorch found: the last bit may be another, and a score not
+    equal itself (the k-th largest)."""
+    made = {*again}
+    for v in (v for v in viewed.values if v.name in below and v.expr is not None):
+        assert v.expr is not None
+        if any(_meet(n, made, below) for n in walk(v.expr) if isinstance(n, Op) and n.name in COMPARISONS):
+            return True
+        if not reductions(v.expr) and not made.isdisjoint(v.reads):
+            made.add(v.name)
+    return False
+
+
+def _meet(test: Op, made: set[str], below: set[str]) -> bool:
+    """Whether a test of floats asks something of what is `made`, and of what lies `below`; other than whether it is
+    infinite."""
+    if not is_float(test.args[0].dtype) or any(isinstance(a, Const) and math.isinf(a.value) for a in test.args):
+        return False
+    read = {n.source for a in test.args for n in loads(a)}
+    return not read.isdisjoint(made) and not read.isdisjoint(below)
+
+
+def _reading(v: Value, names: set[str], suffix: str) -> Value:
+    """`v`, loading others in place of the values of these names."""
+    if v.expr is None:
+        return v
+    found = {n: load(n.source + suffix, n.index, n.dtype) for n in loads(v.expr) if n.source in names}
+    expr = substitute(v.expr, {}, dict(found))
+    return replace(v, expr=expr, reads=reads_of(expr))
