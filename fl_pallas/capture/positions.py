@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 from ..errors import Unsupported
 from ..schedule.passes.keep import Compared
 from .tensor import normal_dims
+from .translate import line_of
 
 aten = torch.ops.aten
 
@@ -57,7 +58,10 @@ def by_position(joint: GraphModule, compared: Compared, limit: int) -> frozenset
             if not small:
                 of = "of several dimensions, or of something else (detach it)"
                 why = f"the gradient goes to what equals the maximum {of}"
-                raise Unsupported("a maximum that needs a gradient", why)
+                lines = (line_of(n) for n in (*sides, test))
+                raise Unsupported(
+                    "a maximum that needs a gradient", why, next((w for w in lines if w is not None), None)
+                )
             top, *others = sorted(sides, key=lambda n: n.meta["val"].numel())
             # What kernels reduce to it, they store.
             own = [n for n in others if n.op != "placeholder" and n.name not in compared.reduced]

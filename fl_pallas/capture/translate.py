@@ -85,7 +85,7 @@ class _Translation:
     def _call(self, node: Node) -> None:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
-            raise Unsupported(str(node.target), "it writes to its argument: the graph is not functional", _where(node))
+            raise Unsupported(str(node.target), "it writes to its argument: the graph is not functional", line_of(node))
         if not node.users and node.name not in self.unread:
             return
         val = node.meta.get("val")
@@ -111,7 +111,7 @@ class _Translation:
         """What `node` computes, as tensors over the results of earlier nodes."""
         for n in node.all_input_nodes:
             if n in self.refusals and n not in self.results:
-                raise Unsupported(str(node.target), self.refusals[n], _where(node))
+                raise Unsupported(str(node.target), self.refusals[n], line_of(node))
         if isinstance(val, torch.Tensor) and 0 in val.shape:
             raise Unsupported(str(node.target), "empty tensor")
         self._check_devices(node)
@@ -136,7 +136,7 @@ class _Translation:
         for n in node.all_input_nodes:
             val = _val(self.gm, n)
             if n.name in self.data and val.dim() and (leaves or val.device != self.device):
-                raise Unsupported(str(node.target), f"it reads a tensor on {val.device}", _where(node))
+                raise Unsupported(str(node.target), f"it reads a tensor on {val.device}", line_of(node))
 
     def _number(self, source: Node) -> tuple[Tensor | None, ...] | Tensor:
         held = self.results.get(source)
@@ -176,7 +176,7 @@ class _Translation:
             turned=not val.is_contiguous(),
             scanned=_scanned(node) if expr is None else None,
             borrowed=expr is None and schema is not None and any(r.alias_info for r in schema.returns),
-            where=_where(node),
+            where=line_of(node),
         )
 
     def _wrapped(self, name: str, expr: Expr) -> Expr:
@@ -244,11 +244,12 @@ def _literal(gm: torch.fx.GraphModule, node: Node) -> Tensor | None:
 
 def _static_shape(val: torch.Tensor, node: Node) -> tuple[int, ...]:
     if not all(isinstance(n, int) for n in val.shape):
-        raise Unsupported(str(node.target), f"shape {tuple(val.shape)} is not static", _where(node))
+        raise Unsupported(str(node.target), f"shape {tuple(val.shape)} is not static", line_of(node))
     return tuple(val.shape)
 
 
-def _where(node: Node) -> SourceLoc | None:
+def line_of(node: Node) -> SourceLoc | None:
+    """The user's line that led to an operation; None if PyTorch does not say."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:
         return None
