@@ -191,9 +191,9 @@ def _touched(node: Load) -> frozenset[Axis]:
 
 
 def is_larger(program: Program, seed: Seed) -> bool:
-    """Whether a join is larger than each of its operands."""
+    """Whether a join is larger than each of its operands: of a product, those that are multiplied."""
     v = seed.value
-    return bool(seed.rows and seed.cols) and all(v.numel > program.by_name[r].numel for r in v.reads)
+    return bool(seed.rows and seed.cols) and all(v.numel > program.by_name[r].numel for r in _operand_names(v))
 
 
 def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
@@ -431,9 +431,13 @@ def has_weight(program: Program, v: Value) -> bool:
 
 def _operands_of(program: Program, v: Value) -> list[Value]:
     """The floats that are multiplied, where some are: a bias that is added to products is none."""
+    return [s for r in _operand_names(v) if is_float((s := program.by_name[r]).dtype)]
+
+
+def _operand_names(v: Value) -> list[str]:
     assert v.expr is not None
     multiplied = {n.source for r in reductions(v.expr) for n in loads(r.body)}
-    return [s for r in v.reads if r in (multiplied or v.reads) and is_float((s := program.by_name[r]).dtype)]
+    return [r for r in v.reads if r in (multiplied or v.reads)]
 
 
 def _rank(program: Program, v: Value) -> int:
