@@ -28,7 +28,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fl_pallas as fl
-from fl_pallas import api, backend
+from fl_pallas import api, backend, realise
 from fl_pallas.schedule import build, pipeline
 
 from .oracle import check, run_and_check
@@ -1113,7 +1113,7 @@ def test_a_call_while_another_thread_builds(monkeypatch: pytest.MonkeyPatch) -> 
     f, x = fl.compile(attention), qkv(40)
     f(*x)
     tracing, called = threading.Event(), threading.Event()
-    original = api.to_aten
+    original = realise.to_aten
 
     def slow(*args: Any) -> Any:
         monkeypatch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
@@ -1122,7 +1122,7 @@ def test_a_call_while_another_thread_builds(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", False)
         return original(*args)
 
-    monkeypatch.setattr(api, "to_aten", slow)
+    monkeypatch.setattr(realise, "to_aten", slow)
     builder = threading.Thread(target=lambda: fl.compile(causal)(*x))
     builder.start()
     assert tracing.wait(60)
@@ -1140,7 +1140,7 @@ def test_captures_beside_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     for n in (16, 24):
         seen(*qkv(n))
     tracing, capturing, traced = threading.Event(), threading.Event(), threading.Event()
-    capture, trace = api.Backend.__call__, api.to_aten
+    capture, trace = api.Backend.__call__, realise.to_aten
 
     def slow_capture(*args: Any) -> Any:
         capturing.set()
@@ -1154,7 +1154,7 @@ def test_captures_beside_traces(monkeypatch: pytest.MonkeyPatch) -> None:
         return trace(*args)
 
     monkeypatch.setattr(api.Backend, "__call__", slow_capture)
-    monkeypatch.setattr(api, "to_aten", slow_trace)
+    monkeypatch.setattr(realise, "to_aten", slow_trace)
     threads = [threading.Thread(target=f, args=x) for f in (new, seen)]
     with compile_lock:
         for t in threads:
@@ -1325,7 +1325,7 @@ def test_a_program_too_deep_to_plan(monkeypatch: pytest.MonkeyPatch, unwarned: N
     def deep(*args: Any, **kwargs: Any) -> Any:
         raise RecursionError
 
-    monkeypatch.setattr(api, "schedule", deep)
+    monkeypatch.setattr(realise, "schedule", deep)
     with pytest.warns(fl.FallbackWarning, match="too long to be written"):
         run_and_check(causal, fl.compile(causal), qkv(40))
 
@@ -1345,7 +1345,7 @@ def test_fifty_steps() -> None:
     with torch.no_grad(), unrun():
         explanation = fl.explain(halved, *qkv(40))
     assert explanation.kernel_count == 1 and len(explanation.ir("fuse")) < 20_000
-    assert sys.getrecursionlimit() < api.DEPTH
+    assert sys.getrecursionlimit() < backend.DEPTH
 
 
 def test_additive_masks_have_an_interior() -> None:

@@ -12,7 +12,7 @@ from torch.fx.node import Node, map_arg
 
 from ..errors import SourceLoc, Unsupported
 from ..schedule.build import substitute, wrapped
-from ..schedule.expr import Expr, Index, Load, Op, const, index, load, walk
+from ..schedule.expr import Expr, Index, Load, Op, const, index, load, reductions, walk
 from ..schedule.integer import linear
 from ..schedule.program import Program, Value, reads_of, value_axes
 from . import reduction
@@ -181,7 +181,9 @@ class _Translation:
 
     def _wrapped(self, name: str, expr: Expr) -> Expr:
         """What 32 bits hold of a product of theirs, and of sums of such (hashes): sums of ids and lengths, which masks
-        are made of, are taken to have room."""
+        are made of, and products of matrices are taken to have room."""
+        if reductions(expr):
+            return expr
         products = any(isinstance(n, Op) and n.name in ("mul", "shl") for n in walk(expr))
         if not products and self.wrapped.isdisjoint(reads_of(expr)):
             return expr
