@@ -191,7 +191,9 @@ def differentiable(
             asked = frozenset[str]()
             while not isinstance(kept := keep(program, *_results(joint, num_fwd_outputs, program), offered), Kept):
                 if kept.names <= asked:
-                    raise Unsupported("a maximum that needs a gradient", "the gradient goes to what equals it")
+                    lines = (program.by_name[n].where for n in sorted(kept.names))
+                    where = next((w for w in lines if w is not None), None)
+                    raise Unsupported("a maximum that needs a gradient", "the gradient goes to what equals it", where)
                 asked |= kept.names
                 results, _ = _results(joint, num_fwd_outputs, program)
                 left |= by_position(joint, kept, given_or_returned(replace(program, outputs=results)))

@@ -56,6 +56,18 @@ def so_far(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (s - s.logsumexp(-1, keepdim=True).cumsum(-2) / 100).exp() @ v
 
 
+def sorted_maxima(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A maximum whose gradient counts: the comparison with it, computed again, is PyTorch's all the same."""
+    s = scores(q, k)
+    largest = s.amax(-1)
+    return (s * largest.sort(-1).values.sigmoid()[..., None]).softmax(-1) @ v + largest[..., None]
+
+
+def over_running_sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = scores(q, k).sigmoid().cumsum(-1) / 10
+    return (s - s.logsumexp(-1).cummax(-1).values[..., None]).exp() @ v
+
+
 def above_the_fifth(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """What is compared with a score that PyTorch chose has to be that score, to the last bit."""
     s = scores(q, k)
@@ -68,7 +80,7 @@ def inputs(device: torch.device) -> list[Tensor]:
     return [torch.randn(1, 2, N, 16, device=device, requires_grad=True) for _ in range(3)]
 
 
-PROGRAMS = (heavy_hitters, pruned_twice, monotone, by_rank, so_far)
+PROGRAMS = (heavy_hitters, pruned_twice, monotone, by_rank, so_far, sorted_maxima, over_running_sums)
 
 
 @pytest.mark.parametrize("fn", PROGRAMS)

@@ -7,18 +7,19 @@ computes s, waits for PyTorch, and goes on. After: the second has an s of its ow
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 from ..build import COMPARISONS, substitute
 from ..dtype import is_float
 from ..expr import Const, Op, load, loads, reductions, walk
-from ..program import Program, Value, reads_of
+from ..program import PART, Program, Value, reads_of
 from .grow_regions import Growth, Rejected, grown_from
 from .resolve_views import root_of
 from .rounded import grow_rounded
 
 # Operations of PyTorch's, one after another, that scores are computed again behind.
-MAX_TIMES = 4
+MAX_TIMES = 16
 
 Grown = tuple[Program, Program, Growth, frozenset[str]]
 
@@ -42,6 +43,11 @@ def grow_again(viewed: Program, program: Program, growth: Growth, rounded: froze
     return found if names & program.by_name.keys() <= inside and stored.isdisjoint(names) else given
 
 
+def original(name: str) -> str:
+    """The name of what a value computes again, which PyTorch knows; its own if it is none of these."""
+    return re.sub(r"(_again\d+)+$", "", name)
+
+
 def _apart(viewed: Program, program: Program, rejected: Rejected, suffix: str) -> tuple[Program, set[str]] | None:
     """`viewed`, in which what depends on the operation that stands in the way reads values of its own in the place of
     those of a region before it, and of others as large (a bias that both add); and their names. None if nothing of the
@@ -55,7 +61,7 @@ def _apart(viewed: Program, program: Program, rejected: Rejected, suffix: str) -
             below.add(v.name)
     ahead = [v for v in viewed.values if v.name not in below and v.expr is not None]
     region = {v.name for v in ahead if root_of(viewed, v.name) in large}
-    before = region | {v.name for v in ahead if v.numel >= size}
+    before = region | {v.name for v in ahead if v.numel >= size or v.op == PART}
     asked = {r for v in viewed.values if v.name in below for r in v.reads if r in before}
     if asked.isdisjoint(region) or not before.isdisjoint(rejected.blocker.reads):
         return None

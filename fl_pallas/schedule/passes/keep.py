@@ -11,6 +11,7 @@ from ..dtype import compute_dtype, is_float, is_int, itemsize
 from ..expr import Expr, Load, Op, index, load, loads, reductions, walk
 from ..integer import linear
 from ..program import PART, Program, Value, depends
+from .again import original
 from .copies import copied, seen_through
 from .exchange import exchange
 from .fuse import fuse
@@ -108,7 +109,8 @@ def keep(
     if extrema:
         of_large = {name for name, tops in extrema.items() for top in tops if large & _roots(whole, top)}
         reduced = frozenset(v.name for v in whole.values if v.name in fused and v.expr and reductions(v.expr))
-        return Compared(frozenset(extrema), frozenset(extrema.keys() - of_large), reduced)
+        linear = frozenset(map(original, extrema.keys() - of_large))
+        return Compared(frozenset(map(original, extrema)), linear, reduced)
     saved |= _rounded_again(whole, backward, saved, fused - later)
     # A result may be known in the dimensions in which the user sees it, and in those of the product that made it. Where
     # both are the same memory the result is kept: PyTorch then knows that it must not be written to.

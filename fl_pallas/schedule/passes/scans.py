@@ -40,10 +40,10 @@ def grow_scanned(viewed: Program) -> tuple[Program, Program, Growth, frozenset[s
     found = scans(viewed)
     while True:
         opened = opened_scans(viewed, found)
-        program, growth, rounded = grow_rounded(opened)
+        opened, program, growth, rounded = grow_again(opened, *grow_rounded(opened))
         kept = {n: scan for n, scan in found.items() if any(_computes(program, r, n) for r in growth.regions)}
         if kept == found:
-            return grow_again(opened, program, growth, rounded)
+            return opened, program, growth, rounded
         found = kept
 
 
