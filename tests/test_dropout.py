@@ -347,3 +347,33 @@ def test_machine_code(causal: bool) -> None:
             assert made.cubin.stack <= SPILL
             if graph is explanation.graphs[0]:
                 assert "mul.wide.u32" in made.cubin.asm["ptx"]
+
+
+def test_a_dropout_of_a_dropout(device: torch.device) -> None:
+    """Both are PyTorch's, which no kernel draws: of an MLP, and of the residual that it ends in."""
+
+    def block(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        seen = (x @ w @ x.mT).softmax(-1) @ x
+        return x + F.dropout(F.dropout(F.gelu(seen @ w) @ v, P, True), P, True)
+
+    given = [torch.randn(2, 65, 16), torch.randn(16, 16) / 4, torch.randn(16, 16) / 4]
+    x, w, v = (t.to(device).requires_grad_() for t in given)
+    out = fl.compile(block)(x, w, v)
+    kept = (out != x).float().mean().item()
+    assert abs(kept - (1 - P) ** 2) < 0.05
+    out.sum().backward()
+    assert all(t.grad is not None and t.grad.isfinite().all() for t in (x, w, v))
+
+
+def test_computed_again_behind_pytorch(device: torch.device) -> None:
+    """Weights that are read before and behind an operation of PyTorch's are dropped alike."""
+
+    def by_share(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        weights = F.dropout((q @ k.mT / 4).softmax(-1), P, True)
+        rank = weights.sum(-2).cumsum(-1)
+        return weights @ v, (weights / (1 + rank)[..., None, :]) @ ((1 + rank)[..., None] * v)
+
+    q, k, v = (torch.randn(1, 2, 129, 16, device=device, requires_grad=True) for _ in range(3))
+    first, second = fl.compile(by_share, fallback="error")(q, k, v)
+    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
+    torch.autograd.grad(second.sum(), (q, k, v))

@@ -38,9 +38,10 @@ def _seed(n: Node) -> Node:
 
 
 def _replace(graph: Graph, seed: Node) -> None:
-    """Replace what is drawn with one seed: numbers, or a dropout and then the dropouts of its gradient."""
+    """Replace what is drawn with one seed: numbers, or a dropout and then, further on in the graph, the dropouts of its
+    gradient."""
     mask: Node | None = None
-    for n in list(seed.users):
+    for n in [n for n in graph.nodes if n in seed.users]:
         val, p = n.meta["val"], cast(float, n.args[-1])
         with graph.inserting_before(n):
             if n.target == ours.uniform.default:

@@ -11,7 +11,7 @@ from ..dtype import compute_dtype, is_float, is_int, itemsize
 from ..expr import Expr, Load, Op, index, load, loads, reductions, walk
 from ..integer import linear
 from ..program import PART, Program, Value, depends
-from .again import original
+from .again import grow_again, original
 from .copies import copied, seen_through
 from .exchange import exchange
 from .fuse import fuse
@@ -166,9 +166,10 @@ def inner(program: Program) -> frozenset[str]:
     """Names of the values that kernels compute because they reduce them: those of a blow-up, and what it is made with
     that is as large, or larger than all the kernels read and write.
     """
-    program = resolve_views(program)
+    resolved = resolve_views(program)
+    _, program, growth, _ = grow_again(program, resolved, grow_regions(resolved), frozenset())
     found: set[str] = set()
-    for region in grow_regions(program).regions:
+    for region in growth.regions:
         members = set(region.members)
         around = {r for m in members for r in program.by_name[m].reads}.difference(members).union(region.outputs)
         own, outer = (max(program.by_name[name].numel for name in names) for names in (members, around))
@@ -180,7 +181,7 @@ def inner(program: Program) -> frozenset[str]:
                 reduced.add(m)
                 if members.intersection(v.reads) or v.numel > outer or v.numel == own:
                     found.add(m)
-    return frozenset(found)
+    return frozenset(map(original, found))
 
 
 def _extrema(program: Program, v: Value, saved: set[str]) -> set[str]:
