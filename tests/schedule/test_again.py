@@ -105,3 +105,20 @@ def test_what_pytorch_chose_is_compared_with_what_it_chose_from(device: torch.de
     run_and_check(above_the_fifth, fl.compile(above_the_fifth), [t.detach() for t in inputs(device)])
     found = fl.explain(above_the_fifth, *(t.detach() for t in inputs(device)))
     assert [f.what for f in found.fallbacks] == ["aten.topk.default"]
+
+
+def test_pages_by_their_bounds(device: torch.device) -> None:
+    """Quest: pages of keys are chosen by the most that a query may score there, which a kernel stores for PyTorch."""
+
+    def by_pages(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pages = k.unflatten(-2, (-1, 16))
+        high, low = (t[..., None, :, :] for t in (pages.amax(-2), pages.amin(-2)))
+        bound = torch.maximum(q[..., None, :] * high, q[..., None, :] * low).sum(-1)
+        kept = bound >= bound.topk(3, -1).values[..., -1:]
+        return scores(q, k).masked_fill(~kept.repeat_interleave(16, -1), -torch.inf).softmax(-1) @ v
+
+    q, k, v = (torch.randn(1, 2, 128, 16, device=device, requires_grad=True) for _ in range(3))
+    compiled = fl.compile(by_pages, fallback="error")
+    check_gradients(by_pages, compiled, [q, k, v])
+    stored = [s.shape for plan in fl.explain(by_pages, q.detach(), k, v).graphs[0].kernels for s in plan.stores]
+    assert max(shape[-1] for shape in stored) == 16 and any(shape[-2:] == (128, 8) for shape in stored), f"{stored}"

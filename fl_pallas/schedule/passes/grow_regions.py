@@ -135,7 +135,10 @@ def grow_regions(program: Program) -> Growth:
                 seed, blocker = (free, None) if free is not None else (seed, blocker)
         elif blocker is not None:
             read = max((program.by_name[root_of(program, r)] for r in blocker[0].reads), key=lambda v: v.numel)
-            if (is_larger(program, seed) or read.numel < seed.value.numel) and _spares(program, seed):
+            smaller = read.numel < seed.value.numel
+            stored = smaller and read.name in seed.large
+            seed = _ended(program, seed, blocker[0].name) if stored else seed
+            if (is_larger(program, seed) or smaller) and _spares(program, seed, stored):
                 if read.numel > given:
                     why = f"{blocker[1]}; a kernel stores what it reads"
                     rejected.append(Rejected(read, blocker[0], why, read.numel * itemsize(read.dtype), fused=True))
@@ -346,13 +349,23 @@ def _up_to(program: Program, seed: Seed, other: Seed) -> Seed | None:
     return replace(seed, members=members, sides={m: seed.sides[m] for m in members}, large={*members})
 
 
-def _spares(program: Program, seed: Seed) -> bool:
+def _spares(program: Program, seed: Seed, summed: bool = False) -> bool:
     """Whether the region, with what lies between its members, reduces what it grew from at all: one of its sides, or
     what else it has before it is returned (the gradient of a bias that a batch shares, weights averaged over heads).
+
+    Args:
+      summed: whether it has been, before PyTorch reads it (the features of a pair's bound, which pages are chosen by).
     """
     returned = {root_of(program, n) for n in program.outputs} & seed.large
-    summed = returned and max(program.by_name[n].numel for n in returned) < seed.value.numel
+    summed |= bool(returned) and max(program.by_name[n].numel for n in returned) < seed.value.numel
     return bool(seed.large < seed.members.keys() or summed) and _close(program, seed) is None
+
+
+def _ended(program: Program, seed: Seed, blocker: str) -> Seed:
+    """The seed without what depends on an operation of PyTorch's (the pages that are chosen by their bounds, compared
+    with the least of these)."""
+    members = {m: v for m, v in seed.members.items() if not depends(program, {m}, {blocker})}
+    return replace(seed, members=members, sides={m: seed.sides[m] for m in members}, large=seed.large & members.keys())
 
 
 def _end_before_projections(program: Program, seed: Seed) -> None:
