@@ -12,7 +12,7 @@ from .config import Config
 from .errors import FallbackWarning, Unsupported
 from .explain import Fallback
 from .schedule.dtype import itemsize
-from .schedule.passes.grow_regions import Region
+from .schedule.passes.region import Region
 from .schedule.program import Program, Value
 
 _warned: set[tuple] = set()

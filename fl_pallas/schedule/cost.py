@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .dtype import itemsize
 from .expr import Axis, Expr, Op, Reduce, free_axes, loads, walk
-from .passes.grow_regions import Region
+from .passes.region import Region
 from .pipeline import Schedule
 from .plan import Accumulator, KernelPlan
 from .program import Program, Value

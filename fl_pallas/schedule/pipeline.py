@@ -24,7 +24,6 @@ from .passes.exchange import exchange, short_first
 from .passes.expand_squares import expand_squares
 from .passes.fuse import Fused, Output, fuse
 from .passes.group_rows import group_features, group_rows
-from .passes.grow_regions import Growth, Region, Rejected
 from .passes.hold import hold
 from .passes.interchange import interchange
 from .passes.itself import itself
@@ -35,6 +34,7 @@ from .passes.part import Kernel, part_outputs, ways_to_part
 from .passes.picked import picked
 from .passes.places import places
 from .passes.prologue import into_prologues
+from .passes.region import Growth, Region, Rejected
 from .passes.rounded import grow_rounded
 from .passes.scans import grow_scanned, scans
 from .passes.share import lend, loading, share

@@ -12,7 +12,7 @@ from .program import Program, Value
 
 if TYPE_CHECKING:
     from .passes.fuse import Fused
-    from .passes.grow_regions import Growth
+    from .passes.region import Growth
 
 _INFIX = {
     "add": ("+", 4), "sub": ("-", 4), "mul": ("*", 5), "div": ("/", 5), "floordiv": ("//", 5), "mod": ("%", 5),

@@ -14,7 +14,8 @@ from ..build import COMPARISONS, substitute
 from ..dtype import is_float
 from ..expr import Const, Op, load, loads, reductions, walk
 from ..program import PART, Program, Value, reads_of
-from .grow_regions import Growth, Rejected, grown_from
+from .grow_regions import grown_from
+from .region import Growth, Rejected
 from .resolve_views import root_of
 from .rounded import grow_rounded
 

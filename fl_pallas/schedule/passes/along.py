@@ -11,7 +11,7 @@ from ..dtype import is_float
 from ..expr import Axis, Expr, free_axes, index, loads, reductions
 from ..program import Program, Value, depends
 from .fuse import Fused, Output, renamed
-from .grow_regions import Region
+from .region import Region
 from .resolve_views import inlined
 
 

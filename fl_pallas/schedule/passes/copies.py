@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..expr import Load, index
 from ..program import Program, Value
-from .grow_regions import Growth
+from .region import Growth
 from .resolve_views import inline_load, readers, resolve_views
 from .surround import uses_division
 

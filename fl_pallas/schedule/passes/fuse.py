@@ -15,7 +15,7 @@ from ..build import op, row_major, substitute
 from ..dtype import is_float
 from ..expr import Axis, Expr, Reduce, free_axes, index, loads, reductions
 from ..program import PART, Program, Value
-from .grow_regions import Region
+from .region import Region
 from .resolve_views import inlined, root_of
 
 # Ways of naming the axes of a further output that are tried.

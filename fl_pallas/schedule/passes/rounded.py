@@ -6,7 +6,8 @@ A cast is a view: kernels would load what is rounded, twice as many bytes, and s
 from __future__ import annotations
 
 from ..program import Program, Value
-from .grow_regions import Growth, grow_regions
+from .grow_regions import grow_regions
+from .region import Growth
 from .resolve_views import is_narrower, readers, resolve_views, root_of
 
 

@@ -22,8 +22,8 @@ from ..integer import linear
 from ..program import PART, Program, Value, reads_of
 from ..scan import BLOCK
 from .again import grow_again
-from .grow_regions import Growth, Region
 from .joins import join
+from .region import Growth, Region
 from .resolve_views import inline_load, inlined, resolve_views
 from .rounded import grow_rounded
 

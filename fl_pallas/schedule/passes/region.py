@@ -1,0 +1,45 @@
+"""What growth finds: regions, and blow-ups that stay with PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..program import Value
+
+
+@dataclass(frozen=True)
+class Region:
+    """Values computed by fused kernels: `members` in program order, `outputs` those needed outside.
+
+    Attributes:
+      large: the members that have both sides of a join.
+    """
+
+    members: tuple[str, ...]
+    outputs: tuple[str, ...]
+    large: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A blow-up that stays with PyTorch.
+
+    Attributes:
+      value: the value that will be materialised.
+      blocker: the value whose operation stands in the way.
+      why: the reason.
+      nbytes: size of what is materialised, in bytes.
+      fused: whether kernels compute it all the same, and store a part of that size between them.
+    """
+
+    value: Value
+    blocker: Value
+    why: str
+    nbytes: int
+    fused: bool = False
+
+
+@dataclass(frozen=True)
+class Growth:
+    regions: tuple[Region, ...]
+    rejected: tuple[Rejected, ...]
