@@ -913,6 +913,20 @@ def test_empty(shapes: list[tuple[int, ...]]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")
+def test_a_batch_of_none_is_no_reason_to_warn() -> None:
+    """Positions are as many as ever, and PyTorch makes them: of nothing that is computed."""
+
+    def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i = torch.arange(q.shape[-2])
+        apart = i[:, None] - i
+        scores = q @ k.mT - 0.5 ** torch.arange(1, 3)[:, None, None] * apart
+        return scores.masked_fill(apart < 0, float("-inf")).softmax(-1) @ v
+
+    f = fl.compile(alibi, fallback="error")
+    for b in (2, 0):
+        run_and_check(alibi, f, [torch.randn(b, 2, 33, 16) for _ in range(3)])
+
+
 def test_from_full_to_empty_and_back() -> None:
     f = fl.compile(attention)
     for n in (64, 0, 64, 0, 70):

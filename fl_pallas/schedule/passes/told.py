@@ -28,6 +28,8 @@ def told(program: Program, regions: Sequence[Region], rejected: Sequence[Rejecte
       rejected: blow-ups of which no region grew, and what regions store for PyTorch to read.
       given: elements of the largest input.
     """
+    if not any(program.by_name[name].numel for name in {*program.outputs} - program.saved):
+        return ()  # of a batch of none, which PyTorch has nothing to do for
     found = [*rejected]
     for region in regions:
         largest = max(given + 1, *(program.by_name[m].numel for m in region.members))
