@@ -14,7 +14,7 @@ from fl_pallas.schedule.program import Program, Value
 _OPS: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "neg": np.negative, "abs": np.abs,
     "max": np.maximum, "min": np.minimum, "pow": np.power, "exp": np.exp, "exp2": np.exp2, "expm1": np.expm1,
-    "rounded": np.asarray,
+    "rounded": np.asarray, "quotient": np.divide,
     "log": np.log, "log2": np.log2, "log1p": np.log1p, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x),
     "sin": np.sin, "cos": np.cos, "tan": np.tan, "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan,
     "atan2": np.arctan2, "tanh": np.tanh, "sigmoid": lambda x: 1 / (1 + np.exp(-x)),

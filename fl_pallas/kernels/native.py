@@ -73,6 +73,18 @@ def _copied(x: Array) -> Array:
     return out
 
 
+def quotient(a: Array, b: Array) -> Array:
+    """a / b of float32 tiles, rounded to the nearest, as PyTorch's; Triton's division may be off by two bits."""
+    (out,) = plgpu.elementwise_inline_asm(
+        "div.rn.f32 $0, $1, $2;",
+        args=[a, b],
+        constraints="=f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(a.shape, a.dtype)],
+    )
+    return out
+
+
 def summed_from_the_end(x: Array, axis: int) -> Array:
     """Running sums along `axis`, from its end on."""
     return _named(_BACKWARDS, x.dtype, jnp.cumsum(x, axis=axis))

@@ -167,11 +167,19 @@ def _multiplied(x: Array) -> tuple[Array, Array]:
     return (product >> jnp.uint64(32)).astype(jnp.uint32), product.astype(jnp.uint32)
 
 
+def _quotient(a: Array, b: Array) -> Array:
+    """a / b, whole where that is exact: XLA multiplies by a rounded inverse, and Triton divides numbers so."""
+    approximate = a / b
+    whole = jnp.floor(approximate + 0.5)
+    return jnp.where(whole * b == a, whole, approximate)
+
+
 POINTWISE: dict[str, Callable[..., Array]] = {
     "add": lax.add,
     "sub": _sub,
     "mul": lax.mul,
     "div": lax.div,
+    "quotient": _quotient,
     "neg": _neg,
     "abs": lax.abs,
     "max": _maximum,

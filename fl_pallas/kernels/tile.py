@@ -59,7 +59,7 @@ from ..schedule.laws import non_negative
 from ..schedule.magnitude import magnitude
 from ..schedule.scan import BACK, BLOCK, RUNNING, WHOLE, scanned_axis
 from .blocks import Block, Blocks, block_load, block_shape, flattened
-from .native import direct, extreme, gather
+from .native import direct, extreme, gather, quotient
 from .pointwise import POINTWISE, log1p
 from .running import running_sums
 from .turn import turned
@@ -363,6 +363,8 @@ class Evaluator:
             arrays[0] = arrays[0] + never().astype(arrays[0].dtype)
         if e.name == "div" and self.compute == "f32" and (inverse := _inverse(e.args[1])) is not None:
             return Tile(arrays[0] * jnp.float32(inverse), axes)
+        if e.name == "quotient" and self.compute == "f32" and axes and not self.interpret:
+            return Tile(quotient(*jnp.broadcast_arrays(*arrays)), axes)
         if e.name in ("sin", "cos") and self.compute == "f32" and len(axes) > 1:
             return Tile(turned(e.name, arrays[0], magnitude(e.args[0])), axes)
         if e.name == "log1p" and self.compute == "f32" and not self.interpret and non_negative(e.args[0], frozenset()):

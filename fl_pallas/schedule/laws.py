@@ -27,7 +27,22 @@ from .expr import Axis, Const, Expr, Load, Op, Reduce, Ref, const, free_axes, lo
 MAX_TERMS = 8
 MAX_SHIFTS = 2
 # Operations that make infinities, or NaN, of finite numbers.
-UNBOUNDED = {"div", "pow", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "tan", "asin", "acos"}
+UNBOUNDED = {
+    "div",
+    "quotient",
+    "pow",
+    "exp",
+    "exp2",
+    "expm1",
+    "log",
+    "log2",
+    "log1p",
+    "sqrt",
+    "rsqrt",
+    "tan",
+    "asin",
+    "acos",
+}
 # Scores of this size come from masks alone.
 LARGE = 2.0**10
 # Up to here float32 has every whole number.

@@ -174,7 +174,7 @@ class _Spans:
             largest = op("max", first[1], flipped[1], dtype=e.dtype)
             least = op("max", first[0], flipped[0], dtype=e.dtype)
             return op("max", least, const(0.0, e.dtype), dtype=e.dtype), largest
-        if e.name in ("mul", "div") and isinstance(factor, Const) and factor.value > 0:
+        if e.name in ("mul", "div", "quotient") and isinstance(factor, Const) and factor.value > 0:
             return op(e.name, first[0], factor, dtype=e.dtype), op(e.name, first[1], factor, dtype=e.dtype)
         return None
 

@@ -140,3 +140,31 @@ def test_powers_of_anything_are_pytorchs(power: float, device: torch.device) -> 
     inputs = [q, k, torch.randn(40, 16, device=device), torch.zeros(40, 40, device=device)]
     inputs[3][:, ::5] = float("-inf")
     run_and_check(power_of_scores, fl.compile(power_of_scores), inputs)
+
+
+CUTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "floor": lambda a, b: ((a - b) / 7).floor().long() % 2 == 0,
+    "ceil": lambda a, b: ((a - b) / 7).ceil() % 2 == 0,
+    "floor of float": lambda a, b: (a - b).float() // 7 % 2 == 0,
+    "remainder": lambda a, b: (a - b).float() % 7 == 0,
+    "cast": lambda a, b: ((a - b) / 7).long() % 2 == 0,
+    "compared": lambda a, b: a / 7 >= b / 7 + 1,
+    "by a tensor": lambda a, b: ((a - b).float() / (b % 5 + 3).float()).floor() % 2 == 0,
+}
+
+
+@pytest.mark.parametrize("of", ["positions", "data"])
+@pytest.mark.parametrize("cut", [pytest.param(f, id=name) for name, f in CUTS.items()])
+def test_whole_quotients_are_cut_as_they_are(
+    cut: Callable[[Tensor, Tensor], Tensor], of: str, device: torch.device
+) -> None:
+    """Seven times a rounded seventh may be less than one, and a block of keys begin too late."""
+
+    def masked(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        if of == "positions":
+            a = b = torch.arange(q.shape[-2], device=q.device)
+        return (q @ k.mT).masked_fill(~cut(a[:, None], b[None]), -9.0).softmax(-1) @ v
+
+    i = torch.arange(129, device=device)
+    operands = [torch.randn(1, 1, 129, 8, device=device) for _ in range(3)]
+    run_and_check(masked, fl.compile(masked, fallback="error"), [*operands, i * 3 % 128, i])

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..build import cast, op, rewrite, select, whole_power
+from ..build import COMPARISONS, cast, op, rewrite, select, whole_power, with_children
 from ..dtype import is_float, is_int
-from ..expr import Axis, Const, Expr, Load, Op, Reduce, Ref, const, free_axes, walk
+from ..expr import Axis, Const, Expr, Load, Op, Reduce, Ref, const, free_axes, reductions, walk
 from ..integer import bounds, from_linear, linear
 from ..laws import EXACT, holds_large, is_narrow, may_be_large, non_negative, positive_factor, power_of_difference
 from ..plan import Accumulator, Loop, Step
@@ -17,11 +17,14 @@ from .fuse import Fused
 
 # The largest power, in halves, that is taken by multiplications of a root.
 MOST_HALVES = 7
+# What makes whole numbers of floats.
+_CUTTING = ("floor", "ceil", "round", "trunc")
 
 
 def without_divisions(fused: Fused, facts: Sequence[Value] = ()) -> Fused:
     """Before: `x[i, j] / y[i]`, `x / 3`. After: `x[i, j] * (1 / y[i])`, `x * 0.333…`: one division a row, not one an
-    element. Constant factors become one, and `p * a - p * b` is `p * (a - b)`.
+    element. Constant factors become one, and `p * a - p * b` is `p * (a - b)`. Where a quotient is cut off, or compared
+    (positions by a block's length), its last bit counts: it stays a division.
 
     With what `facts` know to be a sum of exponentials, `exp(x[i, j] - m[i]) / l[i]` is `exp(x[i, j] - (m[i] + log l))`.
     """
@@ -30,7 +33,24 @@ def without_divisions(fused: Fused, facts: Sequence[Value] = ()) -> Fused:
     def rule(e: Expr) -> Expr:
         return _into_exponent(_multiplied(e), positive)
 
-    return Fused(tuple(replace(o, expr=rewrite(o.expr, rule)) for o in fused.outputs))
+    return Fused(tuple(replace(o, expr=rewrite(rewrite(o.expr, _cut_exactly), rule)) for o in fused.outputs))
+
+
+def _cut_exactly(e: Expr) -> Expr:
+    """`floor(i / 7)` of a quotient that is as PyTorch rounds it: 7 times a rounded seventh may be less than 1."""
+    if not isinstance(e, Op) or not any(is_float(a.dtype) for a in e.args):
+        return e
+    if e.name in _CUTTING or e.name in COMPARISONS or e.name == "cast" and is_int(e.dtype):
+        return with_children(e, tuple(map(_exactly, e.args)))
+    return e
+
+
+def _exactly(e: Expr) -> Expr:
+    """`e` with its quotients of tensors and positions left divisions; sums of scores are not exact in any case."""
+    if not isinstance(e, Op) or not is_float(e.dtype) or reductions(e):
+        return e
+    args = tuple(map(_exactly, e.args))
+    return op("quotient", *args, dtype=e.dtype) if e.name == "div" else with_children(e, args)
 
 
 def _is_positive(e: Expr) -> bool:
