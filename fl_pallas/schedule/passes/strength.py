@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..build import COMPARISONS, cast, op, rewrite, select, whole_power, with_children
 from ..dtype import is_float, is_int
-from ..expr import Axis, Const, Expr, Load, Op, Reduce, Ref, const, free_axes, reductions, walk
+from ..expr import Axis, Const, Expr, Load, Op, Reduce, Ref, const, free_axes, loads, reductions, walk
 from ..integer import bounds, from_linear, linear
 from ..laws import EXACT, holds_large, is_narrow, may_be_large, non_negative, positive_factor, power_of_difference
 from ..plan import Accumulator, Loop, Step
@@ -40,17 +40,22 @@ def _cut_exactly(e: Expr) -> Expr:
     """`floor(i / 7)` of a quotient that is as PyTorch rounds it: 7 times a rounded seventh may be less than 1."""
     if not isinstance(e, Op) or not any(is_float(a.dtype) for a in e.args):
         return e
-    if e.name in _CUTTING or e.name in COMPARISONS or e.name == "cast" and is_int(e.dtype):
+    # What is compared may be a maximum of its kind, which has to be computed alike.
+    compared = e.name in COMPARISONS and not any(is_float(n.dtype) for n in loads(e))
+    if compared or e.name in _CUTTING or e.name == "cast" and is_int(e.dtype):
         return with_children(e, tuple(map(_exactly, e.args)))
     return e
 
 
 def _exactly(e: Expr) -> Expr:
-    """`e` with its quotients of tensors and positions left divisions; sums of scores are not exact in any case."""
+    """`e` with its quotients of tensors and positions left divisions; sums of scores are not exact in any case, and by
+    a power of two a product is."""
     if not isinstance(e, Op) or not is_float(e.dtype) or reductions(e):
         return e
     args = tuple(map(_exactly, e.args))
-    return op("quotient", *args, dtype=e.dtype) if e.name == "div" else with_children(e, args)
+    by = args[1] if e.name == "div" else None
+    rounds = by is not None and not (isinstance(by, Const) and abs(math.frexp(by.value)[0]) == 0.5)
+    return op("quotient", *args, dtype=e.dtype) if rounds else with_children(e, args)
 
 
 def _is_positive(e: Expr) -> bool:
