@@ -58,9 +58,10 @@ class _Cases:
             held = _holding(e, condition, facts)
             place, known = e, facts
             while not isinstance(place, Reduce):
-                (child, *more) = (c for c in children(place) if c in held)
-                if more or is_int(child.dtype):
+                inside = [c for c in children(place) if c in held]
+                if len(inside) != 1 or is_int(inside[0].dtype):
                     break
+                (child,) = inside
                 if isinstance(place, Op) and place.name == "select" and child is not place.args[0]:
                     known = (*known, *_told_in(place.args[0], child is place.args[1]))
                 place = child
