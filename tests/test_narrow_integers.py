@@ -92,3 +92,13 @@ def test_bitwise(dtype: torch.dtype, device: torch.device) -> None:
 
     t = torch.randint(0, 100, (2, 65), device=device).to(dtype)
     run_and_check(bits, fl.compile(bits, fallback="error"), (torch.randn(2, 65, 16, device=device), t))
+
+
+def test_sums_of_bytes(device: torch.device) -> None:
+    """What wraps round before it is summed, over features that every pair has."""
+
+    def apart(q: Tensor, t: Tensor) -> Tensor:
+        return (q @ q.mT / 4 + (t[:, :, None] + t[:, None]).sum(-1) / 600).softmax(-1) @ q
+
+    t = torch.randint(0, 256, (2, 65, 8), device=device).to(torch.uint8)
+    run_and_check(apart, fl.compile(apart, fallback="error"), (torch.randn(2, 65, 16, device=device), t))
