@@ -122,3 +122,27 @@ def test_pages_by_their_bounds(device: torch.device) -> None:
     check_gradients(by_pages, compiled, [q, k, v])
     stored = [s.shape for plan in fl.explain(by_pages, q.detach(), k, v).graphs[0].kernels for s in plan.stores]
     assert max(shape[-1] for shape in stored) == 16 and any(shape[-2:] == (128, 8) for shape in stored), f"{stored}"
+
+
+JUMPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sign": lambda s, t: torch.sign(s - t) * 3,
+    "root": lambda s, t: (t - s).sqrt(),
+    "logarithm": lambda s, t: (t - s + 1e-9).log(),
+    "floor": lambda s, t: (s - t).floor(),
+    "cast": lambda s, t: ((s - t) * 2).long() / 4,
+}
+
+
+@pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")
+@pytest.mark.parametrize("jump", [pytest.param(f, id=name) for name, f in JUMPS.items()])
+def test_what_jumps_is_of_the_scores_that_pytorch_saw(
+    jump: Callable[[Tensor, Tensor], Tensor], device: torch.device
+) -> None:
+    """In 16 bits the largest so far is rounded, and what is computed again is not: it may be larger than that."""
+
+    def below_the_largest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = scores(q, k)
+        return jump(s, s.amax(-1).cummax(-1).values[..., None]).to(q.dtype).softmax(-1) @ v
+
+    given = [t.detach().bfloat16() for t in inputs(device)]
+    run_and_check(below_the_largest, fl.compile(below_the_largest), given)

@@ -11,16 +11,19 @@ import re
 from dataclasses import replace
 
 from ..build import COMPARISONS, substitute
-from ..dtype import is_float
-from ..expr import Const, Op, load, loads, reductions, walk
+from ..dtype import is_float, is_int
+from ..expr import Const, Op, const, load, loads, reductions, walk
 from ..program import PART, Program, Value, reads_of
 from .grow_regions import grown_from
+from .itself import JUMPS
 from .region import Growth, Rejected
 from .resolve_views import root_of
 from .rounded import grow_rounded
 
 # Operations of PyTorch's, one after another, that scores are computed again behind.
 MAX_TIMES = 16
+# What has no value beyond an end of its domain.
+_BOUNDED = ("sqrt", "rsqrt", "log", "log2", "log1p", "pow", "asin", "acos")
 
 Grown = tuple[Program, Program, Growth, frozenset[str]]
 
@@ -80,24 +83,31 @@ def _apart(viewed: Program, program: Program, rejected: Rejected, suffix: str) -
 
 
 def _is_compared(viewed: Program, again: set[str], below: set[str]) -> bool:
-    """Whether what is computed again is compared with what PyTorch found: the last bit may be another, and a score not
-    equal itself (the k-th largest)."""
+    """Whether what is computed again is compared with what PyTorch found, by an operation that jumps where they are
+    equal or has no value beyond: the last bit may be another, and a score not equal itself (the k-th largest)."""
     made = {*again}
     for v in (v for v in viewed.values if v.name in below and v.expr is not None):
         assert v.expr is not None
-        if any(_meet(n, made, below) for n in walk(v.expr) if isinstance(n, Op) and n.name in COMPARISONS):
+        if any(_meet(n, made, below) for n in walk(v.expr) if isinstance(n, Op) and _jumps(n)):
             return True
         if not reductions(v.expr) and not made.isdisjoint(v.reads):
             made.add(v.name)
     return False
 
 
-def _meet(test: Op, made: set[str], below: set[str]) -> bool:
-    """Whether a test of floats asks something of what is `made`, and of what lies `below`; other than whether it is
-    infinite."""
-    if not is_float(test.args[0].dtype) or any(isinstance(a, Const) and math.isinf(a.value) for a in test.args):
+def _jumps(n: Op) -> bool:
+    cast = n.name == "cast" and is_int(n.dtype)
+    return is_float(n.args[0].dtype) and (cast or n.name in COMPARISONS or n.name in JUMPS or n.name in _BOUNDED)
+
+
+def _meet(n: Op, made: set[str], below: set[str]) -> bool:
+    """Whether an operation takes what is `made`, other than in sums, and what lies `below`; and does not ask whether
+    that is infinite."""
+    if any(isinstance(a, Const) and math.isinf(a.value) for a in n.args):
         return False
-    read = {n.source for a in test.args for n in loads(a)}
+    found = reductions(n) if n.name not in COMPARISONS else ()
+    inner = substitute(n, {}, {r: const(0, r.dtype) for r in found}) if found else n
+    read = {m.source for m in loads(inner)}
     return not read.isdisjoint(made) and not read.isdisjoint(below)
 
 
