@@ -102,3 +102,16 @@ def test_sums_of_bytes(device: torch.device) -> None:
 
     t = torch.randint(0, 256, (2, 65, 8), device=device).to(torch.uint8)
     run_and_check(apart, fl.compile(apart, fallback="error"), (torch.randn(2, 65, 16, device=device), t))
+
+
+def test_views_of_what_wraps(device: torch.device) -> None:
+    """A view says where its elements lie by products of its own, which are none of theirs."""
+
+    def hashed(q: Tensor, t: Tensor) -> Tensor:
+        h = (t * 40000).unflatten(-1, (13, 5)).transpose(1, 2).flatten(1)
+        squares = (t * t).view(2, 13, 5).flatten(1)
+        s = q @ q.mT / 4 + 0.3 * (h[:, :, None] - h[:, None] < 0)
+        return (s + 0.1 * ((squares[:, :, None] + t[:, None] * 3) % 7)).softmax(-1) @ q
+
+    t = torch.randint(10**4, 10**5, (2, 65), dtype=torch.int32, device=device)
+    run_and_check(hashed, fl.compile(hashed, fallback="error"), (torch.randn(2, 65, 16, device=device), t))

@@ -184,7 +184,8 @@ class _Translation:
         are made of, and products of matrices are taken to have room."""
         if reductions(expr):
             return expr
-        products = any(isinstance(n, Op) and n.name in ("mul", "shl") for n in walk(expr))
+        # Positions are multiplied too, by views, in 64 bits.
+        products = any(isinstance(n, Op) and n.name in ("mul", "shl") and n.dtype == "i32" for n in walk(expr))
         if not products and self.wrapped.isdisjoint(reads_of(expr)):
             return expr
         held = expr if isinstance(expr, Load) else wrapped(expr, "i32")
