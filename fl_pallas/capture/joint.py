@@ -28,7 +28,7 @@ from .copies import read_copy
 from .distribute import distribute
 from .drawn import Inner, give_back
 from .narrow import narrow
-from .positions import by_position
+from .positions import by_position, without_gradient
 from .shapes import by_shape
 from .terms import offer_terms
 from .translate import translate
@@ -192,8 +192,7 @@ def differentiable(
             while not isinstance(kept := keep(program, *_results(joint, num_fwd_outputs, program), offered), Kept):
                 if kept.names <= asked:
                     lines = (program.by_name[n].where for n in sorted(kept.names))
-                    where = next((w for w in lines if w is not None), None)
-                    raise Unsupported("a maximum that needs a gradient", "the gradient goes to what equals it", where)
+                    raise without_gradient("the gradient goes to what equals it", lines)
                 asked |= kept.names
                 results, _ = _results(joint, num_fwd_outputs, program)
                 left |= by_position(joint, kept, given_or_returned(replace(program, outputs=results)))

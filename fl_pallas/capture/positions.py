@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from ..errors import Unsupported
+from ..errors import SourceLoc, Unsupported
 from ..schedule.passes.keep import Compared
 from .tensor import normal_dims
 from .translate import line_of
@@ -58,10 +59,7 @@ def by_position(joint: GraphModule, compared: Compared, limit: int) -> frozenset
             if not small:
                 of = "of several dimensions, or of something else (detach it)"
                 why = f"the gradient goes to what equals the maximum {of}"
-                lines = (line_of(n) for n in (*sides, test))
-                raise Unsupported(
-                    "a maximum that needs a gradient", why, next((w for w in lines if w is not None), None)
-                )
+                raise without_gradient(why, (line_of(n) for n in (*sides, test)))
             top, *others = sorted(sides, key=lambda n: n.meta["val"].numel())
             # What kernels reduce to it, they store.
             own = [n for n in others if n.op != "placeholder" and n.name not in compared.reduced]
@@ -83,6 +81,12 @@ def by_position(joint: GraphModule, compared: Compared, limit: int) -> frozenset
     joint.graph.eliminate_dead_code()
     joint.recompile()
     return frozenset(kept)
+
+
+def without_gradient(why: str, lines: Iterable[SourceLoc | None]) -> Unsupported:
+    """What is raised of a maximum, at the first of its lines that is known."""
+    where = next((line for line in lines if line is not None), None)
+    return Unsupported("a maximum that needs a gradient", why, where)
 
 
 def _made(node: Node) -> Node:

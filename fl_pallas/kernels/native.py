@@ -63,26 +63,12 @@ def opaque(x: Array, interpret: bool) -> Array:
 
 
 def _copied(x: Array) -> Array:
-    (out,) = plgpu.elementwise_inline_asm(
-        "mov.b32 $0, $1;",
-        args=[x],
-        constraints="=r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-    )
-    return out
+    return _assembly("mov.b32 $0, $1;", x.dtype, x, constraints="=r,r")
 
 
 def quotient(a: Array, b: Array) -> Array:
     """a / b of float32 tiles, rounded to the nearest, as PyTorch's; Triton's division may be off by two bits."""
-    (out,) = plgpu.elementwise_inline_asm(
-        "div.rn.f32 $0, $1, $2;",
-        args=[a, b],
-        constraints="=f,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(a.shape, a.dtype)],
-    )
-    return out
+    return _assembly("div.rn.f32 $0, $1, $2;", a.dtype, a, b, constraints="=f,f,f")
 
 
 def summed_from_the_end(x: Array, axis: int) -> Array:
@@ -91,8 +77,14 @@ def summed_from_the_end(x: Array, axis: int) -> Array:
 
 
 def _named(name: str, dtype: Any, *args: Array) -> Array:
+    return _assembly(name, dtype, *args, constraints="")
+
+
+def _assembly(text: str, dtype: Any, *args: Array, constraints: str) -> Array:
     result = jax.ShapeDtypeStruct(args[-1].shape, dtype)
-    (out,) = plgpu.elementwise_inline_asm(name, args=args, constraints="", pack=1, result_shape_dtypes=[result])
+    (out,) = plgpu.elementwise_inline_asm(
+        text, args=args, constraints=constraints, pack=1, result_shape_dtypes=[result]
+    )
     return out
 
 

@@ -35,6 +35,7 @@ from ..schedule.expr import (
     free_axes,
     index,
     loads,
+    outer_loads,
     raw_reduce,
     reductions,
     ref,
@@ -854,13 +855,6 @@ class Evaluator:
             total = lax.fori_loop(0, steps, step, total)
         self.places = places
         return Tile(total != 0 if r.kind in ("any", "all") else total, axes)
-
-
-def outer_loads(e: Expr) -> list[Load]:
-    """The loads of `e` that are not inside of a reduction."""
-    if isinstance(e, Load):
-        return [e]
-    return [] if isinstance(e, Reduce) else [n for c in children(e) for n in outer_loads(c)]
 
 
 def _inverse(e: Expr) -> float | None:

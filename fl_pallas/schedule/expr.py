@@ -219,6 +219,13 @@ def loads(e: Expr) -> list[Load]:
     return [*_inside(e)[1]]
 
 
+def outer_loads(e: Expr) -> list[Load]:
+    """The loads of `e` that are not inside of a reduction."""
+    if isinstance(e, Load):
+        return [e]
+    return [] if isinstance(e, Reduce) else [n for c in children(e) for n in outer_loads(c)]
+
+
 def _inside(e: Expr) -> tuple[tuple[Reduce, ...], tuple[Load, ...]]:
     """The reductions and the loads inside `e`, found once: passes ask for them again and again."""
     cached = e.__dict__.get("_inside")

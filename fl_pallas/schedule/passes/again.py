@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from ..build import COMPARISONS, substitute
 from ..dtype import is_float, is_int
-from ..expr import Const, Op, const, load, loads, reductions, walk
-from ..program import PART, Program, Value, reads_of
+from ..expr import Const, Op, load, loads, outer_loads, reductions, walk
+from ..program import PART, Program, Value, depends, reads_of
 from .grow_regions import grown_from
 from .itself import JUMPS
 from .region import Growth, Rejected
@@ -59,10 +59,8 @@ def _apart(viewed: Program, program: Program, rejected: Rejected, suffix: str) -
     if rejected.blocker.expr is not None:
         return None
     large, size = grown_from(program, rejected.value), rejected.value.numel
-    below: set[str] = {rejected.blocker.name}
-    for v in viewed.values:
-        if not below.isdisjoint(v.reads):
-            below.add(v.name)
+    blocker = {rejected.blocker.name}
+    below = blocker | {v.name for v in viewed.values if depends(viewed, {v.name}, blocker)}
     ahead = [v for v in viewed.values if v.name not in below and v.expr is not None]
     region = {v.name for v in ahead if root_of(viewed, v.name) in large}
     before = region | {v.name for v in ahead if v.numel >= size or v.op == PART}
@@ -96,8 +94,7 @@ def _is_compared(viewed: Program, again: set[str], below: set[str]) -> bool:
 
 
 def _jumps(n: Op) -> bool:
-    cast = n.name == "cast" and is_int(n.dtype)
-    return is_float(n.args[0].dtype) and (cast or n.name in COMPARISONS or n.name in JUMPS or n.name in _BOUNDED)
+    return is_float(n.args[0].dtype) and (n.name in JUMPS or n.name in _BOUNDED or n.name == "cast" and is_int(n.dtype))
 
 
 def _meet(n: Op, made: set[str], below: set[str]) -> bool:
@@ -105,9 +102,7 @@ def _meet(n: Op, made: set[str], below: set[str]) -> bool:
     that is infinite."""
     if any(isinstance(a, Const) and math.isinf(a.value) for a in n.args):
         return False
-    found = reductions(n) if n.name not in COMPARISONS else ()
-    inner = substitute(n, {}, {r: const(0, r.dtype) for r in found}) if found else n
-    read = {m.source for m in loads(inner)}
+    read = {m.source for m in (loads(n) if n.name in COMPARISONS else outer_loads(n))}
     return not read.isdisjoint(made) and not read.isdisjoint(below)
 
 

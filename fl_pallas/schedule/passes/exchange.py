@@ -82,9 +82,12 @@ def exchange(
 def short_first(first: tuple[Fused, ...], rest: tuple[Fused, ...]) -> tuple[tuple[Fused, ...], tuple[Fused, ...]]:
     """What `exchange` returns, with kernels that sum what other sums make (a row's, of what its weights averaged)
     among the others, which have those sums too."""
-    nested = [any(reductions(r.body) for o in kernel.outputs for r in reductions(o.expr)) for kernel in first]
-    short = tuple(kernel for kernel, is_nested in zip(first, nested, strict=True) if not is_nested)
-    return short, (*(kernel for kernel, is_nested in zip(first, nested, strict=True) if is_nested), *rest)
+    short = tuple(kernel for kernel in first if not _is_nested(kernel))
+    return short, (*(kernel for kernel in first if _is_nested(kernel)), *rest)
+
+
+def _is_nested(kernel: Fused) -> bool:
+    return any(reductions(r.body) for o in kernel.outputs for r in reductions(o.expr))
 
 
 def _by_own_sum(r: Reduce, made: Mapping[str, Value]) -> Expr:

@@ -57,8 +57,9 @@ def _quotients(r: Reduce, axis: Axis) -> set[int]:
     if not is_covered(r):
         return set()
     found = [i for n in loads(r) for i in n.index if axis in free_axes(i)]
-    strides = {s for i in found if isinstance(i, Op) and i.name == "floordiv" and (s := _beyond(i, axis))}
-    return strides if len(found) == sum(isinstance(i, Op) and i.name == "floordiv" for i in found) else set()
+    if not all(isinstance(i, Op) and i.name == "floordiv" for i in found):
+        return set()
+    return {s for i in found if (s := _beyond(i, axis))}
 
 
 def _over(o: Output, axis: Axis, axes: list[Axis]) -> Output:
