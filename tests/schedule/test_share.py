@@ -30,9 +30,17 @@ def plans(inputs) -> list[KernelPlan]:
 def test_stores_what_heads_as_rows_cannot_multiply() -> None:
     stored, queries, heads = plans(residues(64, 12, 128, torch.bfloat16))
     (store,) = stored.stores
-    assert store.shape == (64, 12, 64) and store.dtype == "f32" and not stored.loops
+    assert store.shape == (64, 12, 64) and store.dtype == "bf16" and not stored.loops
     assert all("sum[" not in plan_text(p).split("store")[0].replace("= sum(", "") for p in (queries, heads))
     assert all(store.name in plan_text(p) for p in (queries, heads))
+
+
+def test_scores_beside_statistics_are_not_rounded() -> None:
+    """The backward pass computes weights by the statistics, of scores that it does not round."""
+    inputs = [t.requires_grad_() for t in residues(64, 12, 128, torch.bfloat16)]
+    with unrun():
+        stored, *_ = fl.explain(ipa, *inputs).graphs[0].kernels
+    assert [s.dtype for s in stored.stores] == ["f32"] and not stored.loops
 
 
 def test_points_are_one_row_of_coordinates() -> None:

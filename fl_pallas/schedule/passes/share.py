@@ -46,13 +46,14 @@ def share(
     operands = {n for g in groups for o in g.outputs for n in loads(o.expr)}
     largest = max(math.prod(shapes[n.source]) * itemsize(n.dtype) for n in operands)
     for e, loop in _common([loops for loops, _, _ in streamed]):
-        size = math.prod(a.extent for a in free_axes(e)) * itemsize(compute)
+        dtype = _stored(e, groups, [loops for loops, _, _ in streamed], compute)
+        size = math.prod(a.extent for a in free_axes(e)) * itemsize(dtype)
         row = next((row for row in rows if row is not None and _multiplies_better(e, row, rows, loop)), None)
         if size <= largest and row is not None:
             axes = (*(a for a in parallel_axes(groups[0]) if a in free_axes(e)), loop)
             if frozenset(axes) == free_axes(e):
-                plan = _storing(e, name, axes, row, compute)
-                return plan, {e: load(name, tuple(map(index, axes)), compute)}
+                plan = _storing(e, name, axes, row, dtype, compute)
+                return plan, {e: load(name, tuple(map(index, axes)), dtype)}
     return None
 
 
@@ -148,6 +149,17 @@ def _common(kernels: list[tuple[Loop, ...]]) -> list[tuple[Expr, Axis]]:
     return [pair for pair in shared if pair[0] not in inside]
 
 
+def _stored(e: Expr, groups: Sequence[Fused], kernels: Sequence[tuple[Loop, ...]], compute: str) -> str:
+    """The type in which `e` is stored: PyTorch's own, should it be what a softmax is taken of, which PyTorch rounds.
+
+    Not beside wider statistics: a backward pass computes weights by those, of scores that it does not round.
+    """
+    steps = [[s for loop in k for s in loop.steps if isinstance(s, Accumulator)] for k in kernels]
+    maxima = [{s.update for s in own if s.kind == "max"} for own in steps]
+    widest = max(itemsize(o.dtype) for g in groups for o in g.outputs)
+    return e.dtype if all(e in m for m in maxima) and widest <= itemsize(e.dtype) <= itemsize(compute) else compute
+
+
 def _is_worth(e: Expr) -> bool:
     return is_float(e.dtype) and bool(reductions(e)) and not ref_names(e)
 
@@ -163,7 +175,7 @@ def _multiplies_better(e: Expr, row: Axis, rows: list[Axis | None], loop: Axis) 
     return any(is_product(r, row) and not all(is_product(r, other) for other in rows) for r in sums)
 
 
-def _storing(e: Expr, name: str, axes: tuple[Axis, ...], row: Axis, compute: str) -> KernelPlan:
+def _storing(e: Expr, name: str, axes: tuple[Axis, ...], row: Axis, dtype: str, compute: str) -> KernelPlan:
     """The kernel that stores `e`; its last axis is the loop of others."""
     choices = []
     for rows, columns, warps in TILES:
@@ -171,7 +183,7 @@ def _storing(e: Expr, name: str, axes: tuple[Axis, ...], row: Axis, compute: str
         tiles = tuple((a, min(sides[a], max(MIN_TILE, power_of_two(a.extent))) if a in sides else 1) for a in axes)
         choices.append(Choices(tiles, warps, stages=1))
     first, *others = dict.fromkeys(choices)
-    store = Store(name, axes, compute, e)
+    store = Store(name, axes, dtype, e)
     return KernelPlan(name, axes, (), (), (store,), compute, first, tuple(others))
 
 
