@@ -24,7 +24,7 @@ from .capture.writes import parts_between_writes, run_parts
 from .config import Config, config
 from .errors import Unsupported
 from .explain import Explanation, Fallback, Graph, Stage
-from .fallback import NoRoad, enabled, nbytes, refused, report, unfit
+from .fallback import NoRoad, enabled, moved, nbytes, refused, report, unfit
 from .realise import copied, device_of, functional, has_inductor, large, realised, scheduled
 from .schedule.passes.hand_on import handed_on
 from .schedule.passes.joins import given_or_returned
@@ -170,6 +170,9 @@ class _Specialised:
             asked = would is not None and (would.regions or would.rejected)
             found = [Fallback("the whole graph", reason, None, 0)] if asked else []
             self._tell(Graph(None, tuple(found), tuple(history)))
+            return self.gm
+        if (reason := moved(self.gm)) is not None:
+            self._tell(Graph(None, (Fallback("the whole graph", reason, None, 0),), ()))
             return self.gm
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return self._differentiable(args)

@@ -71,3 +71,13 @@ def enabled(gm: torch.fx.GraphModule, args: Sequence[Any]) -> str | None:
         return None
     found = any(n.target is torch._C._set_grad_enabled and n.args[0] is True for n in gm.graph.nodes)
     return "torch.enable_grad inside of what is called under torch.no_grad" if found else None
+
+
+def moved(gm: torch.fx.GraphModule) -> str | None:
+    """Why PyTorch must run a graph in which an input gets other memory; None if none does.
+
+    Nothing is written there, so that it cannot be done apart, as writes are; and what reads the input comes after.
+    """
+    named = (n for n in gm.graph.nodes if n.target in ("set_", torch.Tensor.set_))
+    found = any(n.args[0].op in ("placeholder", "get_attr") for n in named)
+    return "an input that gets other memory (`x.data = y`; `x.copy_(y)` is a write, done apart)" if found else None

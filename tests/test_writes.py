@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import fl_pallas as fl
 from fl_pallas.capture.writes import parts_between_writes
+from fl_pallas.errors import FallbackWarning
 from tests.unrun import unrun
 
 LENGTH, ROOM, FEATURES = 8, 40, 16
@@ -100,6 +102,40 @@ def test_what_lies_between_fuses(fn: Callable, kernels: int, device: torch.devic
     with unrun(), torch.no_grad():
         explained = fl.explain(fn, *inputs(device))
     assert sum(bool(graph.kernels) for graph in explained.graphs) == kernels and not explained.fallbacks
+
+
+class Scaled(nn.Module):
+    """A running scale that a buffer is given, or the memory of an argument."""
+
+    largest: Tensor
+
+    def __init__(self, of_argument: bool):
+        super().__init__()
+        self.of_argument = of_argument
+        self.register_buffer("largest", torch.tensor(1.0))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.of_argument:
+            q.data = q.data * 2
+        scores = q @ k.mT
+        self.largest.data = torch.maximum(self.largest, scores.detach().abs().amax())
+        return (scores / self.largest).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("of_argument", [False, True])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_gets_other_memory(of_argument: bool, gradients: bool, device: torch.device) -> None:
+    """`x.data = y` writes nothing: PyTorch does it all, and says so."""
+    outcomes = []
+    for compiles in (False, True):
+        module = Scaled(of_argument).to(device)
+        given = [t.requires_grad_(gradients) for t in inputs(device)[:3]]
+        fn = fl.compile(module) if compiles else module
+        with pytest.warns(FallbackWarning, match="gets other memory") if compiles else contextlib.nullcontext():
+            out = fn(*given)
+        grads = torch.autograd.grad(out.sum(), given) if gradients else ()
+        outcomes.append((out.detach(), *grads, module.largest, *(t.detach() for t in given)))
+    torch.testing.assert_close(*outcomes, atol=1e-5, rtol=1e-5)
 
 
 class Layer(nn.Module):

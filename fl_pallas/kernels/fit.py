@@ -60,7 +60,9 @@ def fitting(
     Raises: Unsupported if none compiles and fits shared memory.
     """
     lowered = _lowered_once(plan, lower)
-    first, *more = _forms(lowered(plan.choices), capability, count)
+    # A loop about guesses comes with another about running maxima, once or never, in a third.
+    loops = 3 if any(loop.guesses for loop in plan.loops) else 1
+    first, *more = _forms(lowered(plan.choices), capability, count, loops)
     waiting = [(plan.choices, form) for form in (first, *more)] + [(c, first) for c in plan.others]
     if count > 1 and lowered(plan.choices).blocks:
         more.append(first)
@@ -177,13 +179,13 @@ def _without_blocks(choices: Choices) -> Choices:
     return replace(choices, blocks=False)
 
 
-def _forms(lowered: Lowered, capability: int, count: int) -> tuple[bool, ...]:
+def _forms(lowered: Lowered, capability: int, count: int, loops: int) -> tuple[bool, ...]:
     """Whether to simplify a kernel, so that products add to their accumulators in place; or both, for tuning to tell.
 
     In place takes fewer registers, and a product has to wait until its accumulator has been corrected. Not where ptxas
-    would have the products of several loops wait for each other then.
+    would have the products of several loops, more than `loops`, wait for each other then.
     """
-    if capability >= ASYNCHRONOUS and lowered.ttir.count("scf.for") > 1:
+    if capability >= ASYNCHRONOUS and lowered.ttir.count("scf.for") > loops:
         with contextlib.suppress(Unsupported):
             if is_serial(compile_ttir(simplified(lowered, capability), capability)):
                 return (False,)

@@ -187,6 +187,8 @@ class Evaluator:
         self.places: dict[Axis, Axis] = {}
         # 0 by the program's number, of which XLA knows nothing on a CPU; None elsewhere.
         self.nothing: Array | None = None
+        # 0, of which compilers know nothing, where products are to begin with it; None elsewhere.
+        self.zero: Array | None = None
         # Copies that are being made of what is inside of sums, and matrix products that have been made.
         self.unrolled, self.products = 1, 0
 
@@ -729,6 +731,10 @@ class Evaluator:
             precision=self.precision if a.dtype == jnp.float32 else None,
             preferred_element_type=JNP[self.compute],
         )
+        if self.zero is not None and axis not in self.order:
+            # From registers that are written now: of those of a product that begins with nothing, ptxas believes that
+            # they are held since the kernel began.
+            out = out + self.zero.astype(out.dtype)
         shape = tuple(self.side(x) for x in (*rows, *columns))
         axes = self.sorted_axes((*rows, *columns))
         return self._transposed(Tile(out.reshape(shape) if out.shape != shape else out, (*rows, *columns)), axes)

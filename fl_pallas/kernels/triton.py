@@ -39,6 +39,7 @@ from ..schedule.plan import (
     is_by_thread,
     operand_names,
     step_expressions,
+    without_maxima,
 )
 from ..schedule.scan import RUNNING
 from .blocks import Blocks
@@ -48,6 +49,10 @@ from .tile import FIRST, JNP, Evaluator, Operand, Scope, Tile, identity_of, neve
 
 # What a loop's steps hold.
 Carry = tuple[Array, ...]
+# How many scores of a row a guess of their maximum goes by. In bits, powers of two: by how much it is put above those
+# (in bfloat16: others have no such range, or precision to lose); how large sums of weights may become, and how small
+# (in float16, not as small); and below what there is no score, for masks add -10000 and less.
+SAMPLE, ABOVE, MOST, HIDDEN = 32, 50.0, 90.0, -7000.0
 
 
 @dataclass(frozen=True)
@@ -172,6 +177,16 @@ def _plain_refs(e: Expr) -> frozenset[str]:
     return ref_names(e) if isinstance(e, Ref) else frozenset().union(*map(_plain_refs, children(e)))
 
 
+def _names(loop: Loop) -> list[str]:
+    """The references that an iteration of a loop has."""
+    return [n for s in loop.steps for n in (s.name, f"{s.name}.old")]
+
+
+def _multiplies_in(loop: Loop, dtype: str) -> bool:
+    """Whether a loop has products of matrices of this type."""
+    return any(isinstance(s, Accumulator) and s.dtype == dtype for s in loop.steps)
+
+
 def _programs(plan: KernelPlan, axis: Axis) -> int:
     return -(-axis.extent // (plan.choices.tile(axis) or 1))
 
@@ -266,28 +281,16 @@ class _Program:
 
     def _loop(self, loop: Loop, outer: Scope) -> None:
         """Run a loop; masks are left out of the tiles that need none."""
-        ev, side = self.ev, self.plan.choices.tile(loop.axis) or 1
-        names = [n for s in loop.steps for n in (s.name, f"{s.name}.old")]
-        probe = Scope({loop.axis: jnp.int32(0)}, {loop.axis: side}, dict.fromkeys(names))  # type: ignore[arg-type]
-        ev.hoist((e for s in loop.steps for e in step_expressions(s)), probe)
-
-        unmasked = bare(loop)
-
-        def tile(n: Array, carry: Carry, interior: Array | bool = False, whole: bool = True) -> Carry:
-            scope = ev.push({loop.axis: n * jnp.int32(side)}, {loop.axis: side})
-            scope.refs.update(dict.fromkeys(names))  # type: ignore[arg-type]
-            scope.whole = frozenset((loop.axis,)) if whole else frozenset()
-            scope.bare, scope.interior = unmasked, interior
-            new = tuple(self._step(s, old, loop.axis, scope) for s, old in zip(loop.steps, carry, strict=True))
-            ev.pop()
-            return new
-
-        carry = self._with_steady_sides(loop, probe, lambda carry: self._run(loop, tile, carry))
+        ev = self.ev
+        if not loop.guesses:
+            self._hoist(loop)
+        run = self._guessed if loop.guesses else self._run
+        carry = self._with_steady_sides(loop, lambda carry: run(loop, carry))
         for s, x in zip(loop.steps, carry, strict=True):
             summed = isinstance(s, Accumulator) and s.kind == "sum" and x.ndim == 1 and x.dtype == jnp.float32
             outer.refs[s.name] = self._tile(s, read_once(x) if summed and not ev.interpret else x)
 
-    def _with_steady_sides(self, loop: Loop, probe: Scope, run: Callable[[Carry], Carry]) -> Carry:
+    def _with_steady_sides(self, loop: Loop, run: Callable[[Carry], Carry]) -> Carry:
         """What a loop ends with, which is given the sides of products that are computed and the same in all of it.
 
         Such a side has to lie in shared memory: Triton leaves it in registers, and ptxas (12.8, 12.9) then gives them
@@ -295,7 +298,7 @@ class _Program:
         to a loop: of one iteration, here, which no compiler knows.
         """
         ev, carry = self.ev, tuple(self._initial(s) for s in loop.steps)
-        ev.scopes.append(probe)
+        ev.scopes.append(self._probe(loop))
         sides = [] if ev.interpret else ev.steady_sides(e for s in loop.steps for e in step_expressions(s))
         ev.pop()
         if not sides:
@@ -311,9 +314,93 @@ class _Program:
 
         return lax.fori_loop(0, 1 + never(), once, ([t.array for t in tiles], carry))[1]
 
-    def _run(self, loop: Loop, tile: Callable[..., Carry], carry: Carry) -> Carry:
-        """The loop's iterations."""
+    def _probe(self, loop: Loop) -> Scope:
+        """The scope of an iteration, of which no more is asked than what it binds."""
         side = self.plan.choices.tile(loop.axis) or 1
+        return Scope({loop.axis: jnp.int32(0)}, {loop.axis: side}, dict.fromkeys(_names(loop)))  # type: ignore[arg-type]
+
+    def _hoist(self, loop: Loop) -> None:
+        """Evaluate what is the same in all iterations of a loop."""
+        self.ev.hoist((e for s in loop.steps for e in step_expressions(s)), self._probe(loop))
+
+    def _guessed(self, loop: Loop, carry: Carry) -> Carry:
+        """A loop about guesses of its maxima; and about running ones, where those were too far off."""
+        ev, quick = self.ev, without_maxima(loop)
+        known = self._guesses(loop)
+        ev.push({}, {}).refs.update(known)
+        self._hoist(quick)
+        sums = self._run(quick, tuple(map(self._initial, quick.steps)))
+        ev.pop()
+        found = known | {s.name: self._tile(s, x) for s, x in zip(quick.steps, sums, strict=True)}
+
+        def again(_: Array, __: Carry) -> Carry:
+            # All that this time needs is computed now: held from before the first loop, it would take registers there.
+            zero = jnp.int32(0) if ev.interpret else lax.shift_right_logical(pl.program_id(0), jnp.int32(30))
+            places = {a: at + zero for a, at in ev.scopes[0].starts.items()}
+            ev.push(places, {a: ev.side(a) for a in places})
+            ev.zero = None if ev.interpret else zero
+            self._hoist(loop)
+            running = self._run(loop, carry)
+            ev.zero = None
+            ev.pop()
+            return running
+
+        # A loop, for in a branch Hopper's products would wait for each other.
+        times = jnp.int32(1) - self._is_close(loop, found).astype(jnp.int32)
+        return lax.fori_loop(0, times, again, tuple(found[s.name].array for s in loop.steps))
+
+    def _guesses(self, loop: Loop) -> dict[str, Tile]:
+        """What sums are taken about: more than the maxima of a loop's first indices, so that there is room on both
+        sides; 0 where those say nothing of others, for a mask hides them."""
+        ev, side = self.ev, self.plan.choices.tile(loop.axis) or 1
+        first, _ = self._bounds(loop, side)
+        first = jnp.minimum(first, self._tiles(loop.axis, side) - jnp.int32(1))
+        above = ABOVE if _multiplies_in(loop, "bf16") else 0.0
+        bits = {g.maximum: g.bits for g in loop.guesses}
+        ev.push({loop.axis: first * jnp.int32(side)}, {loop.axis: min(side, SAMPLE)})
+        made: dict[str, Tile] = {}
+        for s in loop.steps:
+            if isinstance(s, Accumulator) and s.name in bits:
+                largest = ev.reduce_tile(s.kind, s.update, loop.axis, s.dtype, keep_nan=False)
+                x = jnp.where(largest.array > HIDDEN / bits[s.name], largest.array, 0) + above / bits[s.name]
+                made[s.name] = Tile(x, largest.axes)
+        ev.pop()
+        return made
+
+    def _is_close(self, loop: Loop, found: dict[str, Tile]) -> Array:
+        """Whether guesses served: weights neither vanish nor are too many, and all sums are finite."""
+        totals = {g.total for g in loop.guesses}
+        half = any(_multiplies_in(other, "f16") for other in self.plan.loops)
+        least, most = (2.0**-10, 2.0**15) if half else (2.0**-MOST, 2.0**MOST)
+        close = jnp.bool_(True)
+        for s in loop.steps:
+            if isinstance(s, Accumulator) and s.correct is not None:
+                x = found[s.name]
+                size = jnp.abs(x.array)
+                good = (size > least) & (size < most) if s.name in totals else size < jnp.inf
+                for a in x.axes:
+                    within = self.ev.within(a)
+                    good = good if within is None else good | ~self.ev.spread(within, x.axes)
+                count = good.astype(jnp.int32)
+                while count.ndim:
+                    count = jnp.min(count, axis=count.ndim - 1)
+                close = close & (count > 0)
+        return close
+
+    def _run(self, loop: Loop, carry: Carry) -> Carry:
+        """The loop's iterations."""
+        ev, side = self.ev, self.plan.choices.tile(loop.axis) or 1
+        unmasked = bare(loop)
+
+        def tile(n: Array, carry: Carry, interior: Array | bool = False, whole: bool = True) -> Carry:
+            scope = ev.push({loop.axis: n * jnp.int32(side)}, {loop.axis: side})
+            scope.refs.update(dict.fromkeys(_names(loop)))  # type: ignore[arg-type]
+            scope.whole = frozenset((loop.axis,)) if whole else frozenset()
+            scope.bare, scope.interior = unmasked, interior
+            new = tuple(self._step(s, old, loop.axis, scope) for s, old in zip(loop.steps, carry, strict=True))
+            ev.pop()
+            return new
+
         first, last = self._bounds(loop, side)
         # Tiles below this one lie inside of the axis whole.
         ragged = lax.div(self._extent(loop.axis), jnp.int32(side))

@@ -24,6 +24,7 @@ from .passes.exchange import exchange, short_first
 from .passes.expand_squares import expand_squares
 from .passes.fuse import Fused, Output, fuse
 from .passes.group_rows import group_features, group_rows
+from .passes.guess import guess
 from .passes.hold import hold
 from .passes.interchange import interchange
 from .passes.itself import itself
@@ -287,7 +288,7 @@ def _planned(
     for kernel in kernels:
         *tables, plan = skip_tiles(replace(kernel, name=f"{name}{number + len(plans)}"))
         split = split_loop if plan.loops else split_sums
-        plans.extend((*tables, *split(plan, f"{name}{number + len(plans) + 1}", target)))
+        plans.extend((*tables, *map(guess, split(plan, f"{name}{number + len(plans) + 1}", target))))
         shapes |= {s.name: s.shape for made in plans for s in made.stores}
     return plans
 

@@ -60,6 +60,21 @@ class Interior:
 
 
 @dataclass(frozen=True)
+class Guess:
+    """A running maximum that need not run: sums can be taken about any number that is not too far from it.
+
+    Attributes:
+      maximum: name of the accumulator.
+      total: name of the sum of the weights alone, which tells whether a number was too far off.
+      bits: by how many powers of two the weights shrink where the reference is 1 more.
+    """
+
+    maximum: str
+    total: str
+    bits: float
+
+
+@dataclass(frozen=True)
 class Loop:
     """A loop over `axis`, running `steps` in order at each tile.
 
@@ -70,6 +85,9 @@ class Loop:
 
     With `parts`, a grid axis, the range within the bounds is shared out: the program at index n of that axis
     runs its n-th part alone, in whole tiles. Parts may be empty.
+
+    With `guesses`, sums are taken about the maxima of the first tile; only where that shows to have been too far off
+    does the loop run again, about running maxima.
     """
 
     axis: Axis
@@ -78,6 +96,7 @@ class Loop:
     upper: Expr | None = None
     interior: Interior | None = None
     parts: Axis | None = None
+    guesses: tuple[Guess, ...] = ()
 
 
 def bounds_of(loop: Loop) -> tuple[Expr | None, ...]:
@@ -159,6 +178,13 @@ class KernelPlan:
 
     def with_choices(self, choices: Choices) -> KernelPlan:
         return replace(self, choices=choices)
+
+
+def without_maxima(loop: Loop) -> Loop:
+    """The steps of a loop that knows the maxima it has guesses of: its sums are never multiplied."""
+    known = {g.maximum for g in loop.guesses}
+    steps = (s for s in loop.steps if s.name not in known)
+    return replace(loop, steps=tuple(replace(s, correct=None) for s in steps if isinstance(s, Accumulator)), guesses=())
 
 
 def is_by_thread(plan: KernelPlan, loop: Loop) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fl_pallas as fl
 from fl_pallas.schedule.plan import operand_names
@@ -279,3 +279,27 @@ def test_sums_of_several_windows_are_not_stored(device: torch.device) -> None:
     assert explanation.kernel_count == 1 and not explanation.graphs[0].fallbacks, str(explanation)
     run_and_check(windows, fl.compile(windows), inputs)
     check_gradients(windows, fl.compile(windows), inputs)
+
+
+class Placed(nn.Module):
+    """A layer of attention over a map whose places have features by row and by column (DETR, 2-D ViT)."""
+
+    def __init__(self, rows: int, columns: int):
+        super().__init__()
+        self.row, self.column = nn.Parameter(torch.randn(rows, 8)), nn.Parameter(torch.randn(columns, 8))
+        self.given, self.packed, self.norm = nn.Linear(3, 16), nn.Linear(16, 48), nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = self.row.shape[0], self.column.shape[0]
+        by_column, by_row = self.column.expand(rows, -1, -1), self.row[:, None].expand(-1, columns, -1)
+        h = self.given(x) + torch.cat([by_column, by_row], -1).flatten(0, 1)
+        q, k, v = self.packed(h).chunk(3, -1)
+        return self.norm(h + (q @ k.mT / 4).softmax(-1) @ v).tanh().mean()
+
+
+@pytest.mark.parametrize("sides", [(8, 9), (24, 24)])
+def test_places_of_a_map_are_no_pairs(sides: tuple[int, int]) -> None:
+    """What is added to the tokens that a layer makes: attention alone is a region (it took minutes to plan more)."""
+    with unrun():
+        explained = fl.explain(Placed(*sides), torch.randn(2, sides[0] * sides[1], 3))
+    assert [len(graph.kernels) for graph in explained.graphs] == [1, 2] and not explained.fallbacks, str(explained)

@@ -220,9 +220,25 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     if larger:
         # Angles, positions by frequencies: a table that is smaller than what it turns.
         given = max((i.numel for i in program.values if i.op == "input"), default=0)
-        return followed and (not is_outer(v) or v.numel > given or _is_normalised(program, seed))
+        table = is_outer(v) and (v.numel <= given or _is_added(program, v, seeds))
+        return followed and (not table or _is_normalised(program, seed))
     later = (s.value for s in seeds if s is not seed and _feeds(program, v.name, s.value.name))
     return coupled and followed and not any(not has_weight(program, s) and _asks_again(program, s) for s in later)
+
+
+def _is_added(program: Program, v: Value, seeds: list[Seed]) -> bool:
+    """Whether `v` is put together with something as large to which no other join leads: positions by row and column,
+    with the tokens that a layer makes."""
+    joins = [s.value.name for s in seeds if s.value is not v and not has_weight(program, s.value)]
+    return any(o.name not in joins and not any(_feeds(program, n, o.name) for n in joins) for o in beside(program, v))
+
+
+def beside(program: Program, v: Value) -> Iterator[Value]:
+    """What is as large as `v`, is not made of it, and is put together with it element by element."""
+    readers = (program.by_name[name] for name in program.users[v.name])
+    pointwise = (u for u in readers if u.expr is not None and not reductions(u.expr))
+    others = (program.by_name[name] for u in pointwise for name in u.reads if name != v.name)
+    return (o for o in others if o.numel >= v.numel and not depends(program, {o.name}, {v.name}))
 
 
 def _is_normalised(program: Program, seed: Seed) -> bool:

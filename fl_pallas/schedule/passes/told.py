@@ -10,7 +10,7 @@ from ..build import substitute
 from ..dtype import is_int, itemsize
 from ..expr import Const, Index, Op, free_axes, load, loads, reductions, walk
 from ..program import Program, Value
-from .joins import given_or_returned, is_outer
+from .joins import beside, given_or_returned, is_outer
 from .region import Region, Rejected
 from .resolve_views import root_of
 
@@ -78,7 +78,7 @@ def _left_large(program: Program, regions: Sequence[Region]) -> Iterator[Rejecte
             reader = next((program.by_name[u] for u in program.users[v.name] if u not in region.members), v)
             why = "the backward pass reads it" if reader is v else "PyTorch computes it; a kernel stores what it reads"
             yield Rejected(v, reader, why, v.numel * itemsize(v.dtype), fused=True)
-        elif region is None and is_outer(v) and not _is_stacked(v):
+        elif region is None and is_outer(v) and not (_is_stacked(v) or any(beside(program, v))):
             yield Rejected(v, v, "it is no part of what a kernel computes", v.numel * itemsize(v.dtype))
         elif region is None and is_int(v.dtype) and v.expr is not None and reductions(v.expr):
             yield Rejected(v, v, "a product of integers that floats may not hold", v.numel * itemsize(v.dtype))
