@@ -160,3 +160,46 @@ def test_fills_that_are_tensors(how: str, dtype: torch.dtype, device: torch.devi
     expected = torch.autograd.grad(wanted, [q, k, v], tangent.float())
     for mine, true in zip(gradients, expected, strict=True):
         assert (mine - true).norm() <= 0.03 * true.norm()
+
+
+def alike(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Weights of weights: those of two queries are compared."""
+    p = (q @ k.mT / 8**0.5).softmax(-1)
+    return (p @ p.mT * 4).softmax(-1) @ v
+
+
+def clusters(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = (q * 0.37).softmax(-1)
+    return (p @ p.mT * 4).softmax(-1) @ v
+
+
+def features(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Efficient attention's feature maps, with a temperature."""
+    return ((q * 0.35).softmax(-1) @ (k * 0.35).softmax(-1).mT * 8).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("fn", [alike, clusters, features])
+@pytest.mark.parametrize("scale", [2.0, 8.0])
+def test_a_sum_is_of_what_was_rounded(fn: Callable, scale: float, device: torch.device) -> None:
+    """PyTorch sums a softmax's row of what it scaled in 16 bits: weights about that sum are of the same."""
+    q, k, v = draw(*[(1, 2, 40, 8)] * 3, dtype=torch.float32, device=device)
+    inputs = [t.bfloat16() for t in (q * scale, k, v)]
+    check(fn, inputs, fl.compile(fn)(*(t.requires_grad_() for t in inputs)))
+    check_gradients(fn, fl.compile(fn), [t.detach() for t in inputs])
+
+
+def bilinear(q: Tensor, k: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    """A layer of what a query and a key have together: one kernel rounds it with queries, another with keys."""
+    a, c = q[:, :, None].expand(-1, -1, k.shape[-2], -1), k[:, None].expand(-1, q.shape[-2], -1, -1)
+    return (torch.cat([a, c, a * c], -1) @ w @ u).softmax(-1) @ k
+
+
+@pytest.mark.filterwarnings(
+    "ignore::fl_pallas.FallbackWarning"
+)  # the gradient of w takes that of each pair from memory
+@pytest.mark.parametrize("seed", range(2))
+def test_a_side_of_several(seed: int, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [((2, 40, 8), 1), ((2, 40, 8), 1), ((24, 8), 0.5), ((8,), 0.5)]
+    inputs = [(torch.randn(s, generator=generator) * c).bfloat16().to(device) for s, c in shapes]
+    check_gradients(bilinear, fl.compile(bilinear), inputs)

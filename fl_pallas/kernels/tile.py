@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -636,7 +636,26 @@ class Evaluator:
     def matmul(self, p: Product, axis: Axis, dtype: str) -> Tile:
         """A sum of products as a matrix product of 2-D tiles."""
         left, right, scale = self._sides(p, axis, dtype)
-        return self._scaled(self._product(left, right, axis), scale)
+        whole = self._product(left, right, axis)
+        for n, factors in enumerate((p.left, p.right)):
+            if dtype in ("bf16", "f16") and self._is_of_several(factors, axis):
+                rest = self._rounded_off(Side(factors, axis, dtype), (left, right)[n])
+                more = self._product(rest, right, axis) if n == 0 else self._product(left, rest, axis)
+                whole = Tile(whole.array + more.array, whole.axes)
+        return self._scaled(whole, scale)
+
+    def _is_of_several(self, factors: Sequence[Expr], axis: Axis) -> bool:
+        """Whether a side of a product of features is one itself, of rows (features that a row and a column have
+        together) or of a layer's weights: another kernel has it on the other side, or on none, and its scores have to
+        agree with the sums of rows that this one makes of them. So what is rounded off is multiplied as well."""
+        alone = {a for a in (*self.order, *self.features) if self.side(a) == 1} | {axis}
+        return axis not in self.order and sum(axis in free_axes(f) and not free_axes(f) <= alone for f in factors) > 1
+
+    def _rounded_off(self, s: Side, rounded: Tile) -> Tile:
+        """What the type of a product leaves of one of its sides, in that type."""
+        exact = self.side_tile(replace(s, dtype=self.compute))
+        rest = exact.array - self.spread(rounded, exact.axes).astype(exact.array.dtype)
+        return Tile(rest.astype(rounded.array.dtype), exact.axes)
 
     def sheared(self, s: Sheared, axis: Axis, dtype: str) -> Tile:
         """A matrix product over the window of positions that the tile has, and each element's place in it."""

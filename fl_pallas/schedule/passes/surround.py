@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Load, Op, free_axes, loads, reductions, walk
 from ..inner import over_distances
-from ..program import Program, Value
+from ..program import Program, Value, depends
 from ..target import HOPPER
 from .choose import COSTLY
 from .joins import Sides, has_weight, is_of_positions, is_of_small_sets, is_picked_often
@@ -78,6 +78,8 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
             fits = False  # so is what another pass makes of it
         elif _is_rounding(v.expr):
             fits = False  # a cast that is no view is PyTorch's
+        elif _is_summed_up(program, v, members):
+            fits = False  # a softmax's sum, say, is of what PyTorch rounds
         elif loops[v.name] and _takes_longer(program, v, made, tiles, loops[v.name]):
             fits = False
             longer.add(v.name)
@@ -241,6 +243,15 @@ def is_rounded(program: Program, v: Value, readers: set[str]) -> bool:
     """Whether `readers` take `v` in 16 bits."""
     found = (program.by_name[u] for u in program.users[v.name] if u in readers)
     return is_float(v.dtype) and any(itemsize(t.dtype) == 2 and is_float(t.dtype) for u in found for t in (v, u))
+
+
+def _is_summed_up(program: Program, v: Value, members: set[str]) -> bool:
+    """Whether PyTorch makes `v` in 16 bits, and reduces it to something that members read."""
+    if itemsize(v.dtype) != 2 or not is_float(v.dtype):
+        return False
+    users = (program.by_name[u] for u in program.users[v.name] if u not in members)
+    sums = {u.name for u in users if u.expr is not None and reductions(u.expr) and u.numel < v.numel}
+    return bool(sums) and depends(program, members, sums)
 
 
 def _choosing(program: Program, members: set[str]) -> set[str]:
