@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..build import op, reduce, rewrite, substitute
-from ..expr import Axis, Const, Expr, Index, Op, Reduce, const, index, loads, walk
+from ..expr import Axis, Const, Expr, Op, Reduce, const, index, loads, walk
+from ..integer import linear
 from .fuse import Fused
 
+# Masks add more than this.
+MOST = 1000
 COMBINE = {"sum": "add", "prod": "mul", "max": "max", "min": "min", "any": "or", "all": "and"}
 
 
 def split_reductions(fused: Fused) -> Fused:
     """`sum[j < n+m](select(j < n, f(j), g(j)))` → `sum[j < n](f(j)) + sum[j < m](g(j + n))`.
 
-    Only where the two branches read different operands: a mask that compares with a constant stays whole.
+    Only where the two branches read different operands, or one of them is a single element (the zero of a softmax that
+    may leave some of its weight to nothing): a mask that compares with a constant stays whole.
     """
     return Fused(tuple(replace(o, expr=rewrite(o.expr, _split)) for o in fused.outputs))
 
@@ -41,18 +45,37 @@ def _over(e: Reduce, start: int, stop: int) -> Expr:
 def _cut(e: Reduce) -> int | None:
     """The index at which the body of `e` goes from one operand to another."""
     for n in walk(e.body):
-        if not (isinstance(n, Op) and n.name == "select" and isinstance(n.args[0], Op)):
+        if not isinstance(n, Op) or n.name != "select" or (found := _boundary(n, e.axis)) is None:
             continue
-        test, then, other = n.args
-        if test.name not in ("lt", "ge") or not isinstance(test.args[1], Const):  # type: ignore[union-attr]
-            continue
-        along = test.args[0]  # type: ignore[union-attr]
-        if isinstance(along, Index) and along.axis == e.axis and _reads(then) ^ _reads(other):
-            at = int(test.args[1].value)  # type: ignore[union-attr]
-            if 0 < at < e.axis.extent and _reads(then) and _reads(other):
-                return at
+        at, low, high = found
+        last = at == e.axis.extent - 1 and _is_score(high)
+        first = at == 1 and _is_score(low) and _is_behind(high, e.axis)
+        if _reads(low) ^ _reads(high) and (_reads(low) and _reads(high) or last or first):
+            return at
     return None
+
+
+def _boundary(e: Op, axis: Axis) -> tuple[int, Expr, Expr] | None:
+    """The index of `axis` at which a selection goes from one to another, and both; None if there is none within."""
+    test, then, other = e.args
+    if not isinstance(test, Op) or test.name not in ("lt", "ge") or not isinstance(test.args[1], Const):
+        return None
+    terms, before = linear(test.args[0])
+    at = int(test.args[1].value) - before
+    if terms != {index(axis): 1} or not 0 < at < axis.extent:
+        return None
+    return (at, then, other) if test.name == "lt" else (at, other, then)
 
 
 def _reads(e: Expr) -> set[str]:
     return {n.source for n in loads(e)}
+
+
+def _is_score(e: Expr) -> bool:
+    """Whether `e` is a number that scores may have: no mask's."""
+    return isinstance(e, Const) and abs(e.value) <= MOST
+
+
+def _is_behind(e: Expr, axis: Axis) -> bool:
+    """Whether what `e` reads along an axis begins further on."""
+    return all(index(axis) not in n.index for n in loads(e))
