@@ -339,22 +339,24 @@ class DirectKernel:
 
         plan = wanted.kernel.plan
         kept = cache.read(wanted.key)
-        every = [replace(c, blocks=True) for c in (plan.choices, *plan.others)]
+        every = [replace(c, blocks=True, guesses=True) for c in (plan.choices, *plan.others)]
         if kept is not None:
             lowered = Lowered.from_json(kept["lowered"])
             code = kept_kernel(kept["code"]) or compile_kernel(lowered, wanted.capability)
-            return self._load(lowered, code, wanted.index), replace(every[kept["choice"]], blocks=kept["blocks"])
+            ways = {"blocks": kept["blocks"], "guesses": kept["guesses"]}
+            return self._load(lowered, code, wanted.index), replace(every[kept["choice"]], **ways)
 
         made, launch = self._best(wanted, operands, own)
-        number = every.index(replace(made.choices, blocks=True))
-        entry = {"lowered": made.lowered.to_json(), "choice": number, "blocks": made.choices.blocks}
-        cache.write(wanted.key, {**entry, "code": address(launch.kernel)})
+        choices = made.choices
+        number = every.index(replace(choices, blocks=True, guesses=True))
+        entry = {"lowered": made.lowered.to_json(), "code": address(launch.kernel), "choice": number}
+        cache.write(wanted.key, {**entry, "blocks": choices.blocks, "guesses": choices.guesses})
         return launch, made.choices
 
     def _best(self, wanted: Order, operands: Sequence[torch.Tensor], own: Laid) -> tuple[Fitted, _Launch]:
         """The kernel under the choice that is fastest, or fits first; and its code."""
         from ..kernels.cubin import compile_kernel
-        from ..kernels.fit import by_addresses, found_by_addresses
+        from ..kernels.fit import otherwise
 
         kernel, index = wanted.kernel, wanted.index
 
@@ -370,13 +372,11 @@ class DirectKernel:
 
         fitted = self.family.fitted.pop(wanted.key, None) or wanted.fitted()
         first = best([(f, loaded(f)) for f in fitted if f.choices.blocks] or [(f, loaded(f)) for f in fitted])
-        if wanted.tune > 1 and first[0].lowered.blocks:
-            # Short loops, and those that wait for memory, may be faster by addresses.
-            with contextlib.suppress(Unsupported):
-                plain = found_by_addresses(first[0], fitted)
-                plain = plain or by_addresses(first[0], kernel.plan, wanted.lowered, wanted.capability)
-                return best([(plain, loaded(plain)), first])
-        return first
+        if wanted.tune == 1:
+            return first
+        # Short loops, and those that wait for memory, may be faster by addresses; long ones, about guesses.
+        others = otherwise(first[0], fitted, kernel.plan, wanted.lowered, wanted.capability)
+        return best([*((f, loaded(f)) for f in others), first])
 
     def _fastest(self, launches: Sequence[_Launch], operands: Sequence[torch.Tensor], index: int) -> int:
         """Which launch takes least time on these operands."""

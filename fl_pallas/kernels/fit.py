@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -55,18 +56,19 @@ def fitting(
       capability: compute capability of the device; 90 is sm_90.
       count: how many are wanted; as many are compiled at once. With several, the first may come in two forms and by
         addresses too, and each with as many registers as it asks for and with fewer, and those met on the way that
-        spill somewhat more come last, for tuning to tell.
+        spill somewhat more come last, for tuning to tell; about running maxima all of them, which compile sooner.
 
     Raises: Unsupported if none compiles and fits shared memory.
     """
     lowered = _lowered_once(plan, lower)
+    pick, *others = [replace(c, guesses=count == 1) for c in (plan.choices, *plan.others)]
     # A loop about guesses comes with another about running maxima, once or never, in a third.
-    loops = 3 if any(loop.guesses for loop in plan.loops) else 1
-    first, *more = _forms(lowered(plan.choices), capability, count, loops)
-    waiting = [(plan.choices, form) for form in (first, *more)] + [(c, first) for c in plan.others]
-    if count > 1 and lowered(plan.choices).blocks:
+    loops = 3 if count == 1 and has_guesses(plan) else 1
+    first, *more = _forms(lowered(pick), capability, count, loops)
+    waiting = [(pick, form) for form in (first, *more)] + [(c, first) for c in others]
+    if count > 1 and lowered(pick).blocks:
         more.append(first)
-        waiting.insert(1, (_without_blocks(plan.choices), first))
+        waiting.insert(1, (replace(pick, blocks=False), first))
     count += len(more)
     fit: list[Fitted] = []
     tighter: list[Fitted] = []
@@ -132,7 +134,7 @@ def _tried(
             return refusal
 
     batch = list(batch)
-    return [one(batch[0])] if len(batch) == 1 else list(_workers().map(one, batch))
+    return [one(c) for c in batch] if len(batch) < 2 else list(_workers().map(one, batch))
 
 
 def _fitted(
@@ -156,27 +158,30 @@ def _fitted(
     return (tighter,) if free else (fitted, tighter)
 
 
-def by_addresses(made: Fitted, plan: KernelPlan, lower: Callable[[KernelPlan], Lowered], capability: int) -> Fitted:
-    """A kernel of `plan` that has blocks, without them.
+def has_guesses(plan: KernelPlan) -> bool:
+    """Whether sums of a plan may be taken about guesses."""
+    return any(loop.guesses for loop in plan.loops)
 
-    Raises: Unsupported if it does not fit.
-    """
-    choices = _without_blocks(made.choices)
+
+def otherwise(
+    made: Fitted,
+    fitted: Sequence[Fitted],
+    plan: KernelPlan,
+    lower: Callable[[KernelPlan], Lowered],
+    capability: int,
+) -> tuple[Fitted, ...]:
+    """A kernel of `plan`, which tuning has taken of those `fitted`, in other ways that fit: by addresses if it has
+    blocks, about guesses if it may have some, and both."""
+    blocks = dict.fromkeys((made.choices.blocks and not made.lowered.blocks, made.choices.blocks))
+    guesses = dict.fromkeys((made.choices.guesses, made.choices.guesses or has_guesses(plan)))
+    ways = [replace(made.choices, blocks=b, guesses=g) for b, g in itertools.product(blocks, guesses)]
+    found = [f for f in fitted if f.choices in ways and f.choices != made.choices and f.in_place == made.in_place]
+    known = {made.choices, *(f.choices for f in found)}
     with off_the_terminal():
-        fits = _fitted(plan.name, choices, made.in_place, lambda c: lower(plan.with_choices(c)), capability, ENOUGH)
-    if fits[0].cubin.stack > max(SPILL, made.cubin.stack):
-        raise Unsupported(plan.name, "it spills by addresses")
-    return fits[0]
-
-
-def found_by_addresses(made: Fitted, fitted: Iterable[Fitted]) -> Fitted | None:
-    """A kernel without its blocks, if it is among those compiled already."""
-    choices = _without_blocks(made.choices)
-    return next((f for f in fitted if f.choices == choices and f.in_place == made.in_place), None)
-
-
-def _without_blocks(choices: Choices) -> Choices:
-    return replace(choices, blocks=False)
+        batch = [(c, made.in_place) for c in ways if c not in known]
+        tried = _tried(plan.name, batch, lambda c: lower(plan.with_choices(c)), capability, ENOUGH)
+    fits = [*found, *(one[0] for one in tried if not isinstance(one, Unsupported))]
+    return tuple(f for f in fits if f.cubin.stack <= max(SPILL, made.cubin.stack))
 
 
 def _forms(lowered: Lowered, capability: int, count: int, loops: int) -> tuple[bool, ...]:

@@ -30,7 +30,7 @@ from ..schedule.expr import (
 )
 from ..schedule.inner import MAX_WHOLE, power_of_two
 from ..schedule.integer import MAX_SIZE
-from ..schedule.plan import Choices, KernelPlan, Store, operand_names
+from ..schedule.plan import Choices, KernelPlan, Loop, Store, operand_names
 from .triton import TensorSpec, output_specs
 
 # Sizes that hold a stride are given in units that Triton may rely on, elements; the widest load has 16 of them.
@@ -40,7 +40,7 @@ MAX_UNIT = 16
 ROOM = 128
 # What is chosen, told or named does not make two kernels different.
 _UNBOUNDED: dict[str, Any] = {"lower": None, "upper": None, "interior": None}
-_FREE = {KernelPlan: ("name", "choices", "others", "notes"), Store: ("name",)}
+_FREE = {KernelPlan: ("name", "choices", "others", "notes"), Loop: ("guesses",), Store: ("name",)}
 
 
 class Mismatch(Exception):
@@ -108,7 +108,8 @@ def _joined(a: Laid, b: Laid, given: Callable[[int, int], bool], units: bool) ->
         return replace(choices, tiles=tuple((own[axis.name], n) for axis, n in choices.tiles))
 
     others = tuple(over(c) for c in wider.others)
-    plan = replace(made.plan, choices=over(wider.choices), others=others, notes=())
+    guessed = (replace(x, guesses=y.guesses) for x, y in zip(made.plan.loops, wider.loops, strict=True))
+    plan = replace(made.plan, loops=tuple(guessed), choices=over(wider.choices), others=others, notes=())
     return replace(made, plan=plan, sizes=len(numbers))
 
 

@@ -282,9 +282,10 @@ class _Program:
     def _loop(self, loop: Loop, outer: Scope) -> None:
         """Run a loop; masks are left out of the tiles that need none."""
         ev = self.ev
-        if not loop.guesses:
+        guessed = bool(loop.guesses) and self.plan.choices.guesses
+        if not guessed:
             self._hoist(loop)
-        run = self._guessed if loop.guesses else self._run
+        run = self._guessed if guessed else self._run
         carry = self._with_steady_sides(loop, lambda carry: run(loop, carry))
         for s, x in zip(loop.steps, carry, strict=True):
             summed = isinstance(s, Accumulator) and s.kind == "sum" and x.ndim == 1 and x.dtype == jnp.float32

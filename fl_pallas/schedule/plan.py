@@ -137,12 +137,14 @@ class Choices:
       warps: warps of a program.
       stages: depth of the software pipeline of the loops.
       blocks: whether a copy engine brings tiles, on a GPU that has one.
+      guesses: whether sums are taken about guesses, where loops have some.
     """
 
     tiles: tuple[tuple[Axis, int], ...]
     warps: int = 4
     stages: int = 2
     blocks: bool = True
+    guesses: bool = True
 
     def tile(self, axis: Axis) -> int | None:
         """Side of the tile along `axis`, None if it was not chosen here."""

@@ -116,7 +116,8 @@ def plan_text(plan: KernelPlan) -> str:
         if inner:
             lines.append(f"    # no masks in {inner[0] or 0} .. {inner[1] or loop.axis.extent}")
         lines += _steps_text(loop.steps)
-        lines += [f"    # about {g.maximum} of one tile; again unless {g.total} stays in range" for g in loop.guesses]
+        guesses = loop.guesses if plan.choices.guesses else ()
+        lines += [f"    # about {g.maximum} of the first keys; again unless {g.total} stays in range" for g in guesses]
     names = shared(s.expr for s in plan.stores)
     lines += _shared_text(names, "  ")
     lines += [f"  store {s.name}{_place_text(s)}: {s.dtype} = {expr_text(s.expr, names)}" for s in plan.stores]

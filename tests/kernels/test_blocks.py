@@ -18,11 +18,11 @@ import fl_pallas as fl
 from fl_pallas.kernels import tile
 from fl_pallas.kernels.blocks import Block, Blocks, BlockShape, block_shape, flattened
 from fl_pallas.kernels.cubin import compile_ttir, simplified
-from fl_pallas.kernels.fit import by_addresses, fitting
+from fl_pallas.kernels.fit import fitting, otherwise
 from fl_pallas.kernels.lower import Lowered
 from fl_pallas.schedule.build import op
 from fl_pallas.schedule.expr import Axis, Expr, Index, Op, const, index, raw_op, size
-from tests.kernels.test_cubins import kernels_of
+from tests.kernels.test_cubins import kernels_made, kernels_of
 from tests.oracle import run_and_check
 
 ROW, COLUMN, HEAD = Axis("i", 100), Axis("d", 64), Axis("h", 4)
@@ -182,10 +182,22 @@ def test_in_triton_ir() -> None:
     assert "async_tma_copy_global_to_local" in cubin.asm["ttgir"]
 
 
-def test_by_addresses_alone() -> None:
-    """Tuning compares the winner with the same kernel without blocks."""
+def test_in_other_ways() -> None:
+    """Tuning compares the winner with the same kernel without blocks, and about guesses."""
     ((plan, lower),) = kernels_of("vanilla", torch.bfloat16)
     (first,) = fitting(plan, lower, 90)
-    plain = by_addresses(first, plan, lower, 90)
+    (plain,) = otherwise(first, (), plan, lower, 90)
     assert first.lowered.blocks and not plain.lowered.blocks and "tt.descriptor_load" not in plain.lowered.ttir
     assert replace(plain.choices, blocks=True) == first.choices and plain.in_place == first.in_place
+    assert otherwise(first, [plain], plan, lower, 90) == (plain,)
+
+    ((plan, lower),) = kernels_made(
+        F.scaled_dot_product_attention, [torch.empty(2, 8, 2048, 64, dtype=torch.bfloat16)] * 3
+    )
+    tuned = fitting(plan, lower, 90, 2)
+    assert not any(f.choices.guesses for f in tuned)
+    ways = otherwise(tuned[0], tuned, plan, lower, 90)
+    assert {(f.choices.blocks, f.choices.guesses) for f in ways} == {(False, False), (False, True), (True, True)}
+    assert ways[0] in tuned
+    one = fitting(plan, lower, 90)[0]
+    assert one.choices.guesses
