@@ -223,6 +223,16 @@ class Evaluator:
     def extent(self, axis: Axis) -> int | Array:
         return self.number(axis.extent if axis.size is None else axis.size)
 
+    def extent32(self, axis: Axis) -> Array:
+        """The extent of an axis, an int32."""
+        return jnp.asarray(self.extent(axis), jnp.int32)
+
+    def tiles(self, axis: Axis, side: int) -> Array:
+        """Number of tiles along an axis, the last of them perhaps not whole."""
+        if axis.size is None:
+            return jnp.int32(-(-axis.extent // side))
+        return lax.div(self.extent32(axis) + jnp.int32(side - 1), jnp.int32(side))
+
     def wide(self, axes: Iterable[Axis]) -> frozenset[Axis]:
         return frozenset(a for a in axes if self.side(a) > 1)
 
@@ -409,7 +419,7 @@ class Evaluator:
             x = jnp.where(self.spread(within, axes), x, jnp.zeros_like(x))
         sums = running_sums(x, at, back, whole, itemsize(e.dtype) == 2, self.interpret, self.blocks is not None)
         first = jnp.int32(0) if start is None else start
-        last = jnp.minimum(first + jnp.int32(side - 1), jnp.asarray(self.extent(axis), jnp.int32) - jnp.int32(1))
+        last = jnp.minimum(first + jnp.int32(side - 1), self.extent32(axis) - jnp.int32(1))
         self.push({axis: last if back else first}, {axis: 1})
         try:
             outer = self.eval(before)

@@ -1,0 +1,272 @@
+"""Loops of a kernel: their tiles, masks that are left out where none is needed, and sums about guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from ..schedule.expr import Axis, Expr, Op, loads, ref_names, walk
+from ..schedule.interior import bare
+from ..schedule.plan import (
+    Accumulator,
+    Interior,
+    KernelPlan,
+    Loop,
+    Step,
+    bounds_of,
+    step_expressions,
+    without_maxima,
+)
+from .native import read_once
+from .tile import JNP, Evaluator, Scope, Tile, identity_of, never
+
+# What a loop's steps hold.
+Carry = tuple[Array, ...]
+# How many scores of a row a guess of their maximum goes by. In bits, powers of two: by how much it is put above those
+# (in bfloat16: others have no such range, or precision to lose); how large sums of weights may become, and how small
+# (in float16, not as small); and below what there is no score, for masks add -10000 and less.
+SAMPLE, ABOVE, MOST, HIDDEN = 32, 50.0, 90.0, -7000.0
+
+
+class Loops:
+    """The loops of one program of a kernel, traced once for all.
+
+    Args:
+      plan: of the kernel.
+      ev: evaluates what they accumulate, the grid's axes being bound.
+    """
+
+    def __init__(self, plan: KernelPlan, ev: Evaluator):
+        self.plan, self.ev = plan, ev
+        steps = [s for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)]
+        corrections = [s.correct for s in steps if s.correct is not None]
+        # What something has to equal keeps its NaN, which nothing equals.
+        asked = [m for e in corrections for m in walk(e) if isinstance(m, Op) and m.name == "isnan"]
+        used, exact = (
+            frozenset(n.removesuffix(".old") for e in found for n in ref_names(e)) for found in (corrections, asked)
+        )
+        self.references = used - exact
+
+    def run(self, loop: Loop, outer: Scope) -> None:
+        """Run a loop; masks are left out of the tiles that need none."""
+        ev = self.ev
+        guessed = bool(loop.guesses) and self.plan.choices.guesses
+        if not guessed:
+            self._hoist(loop)
+        run = self._guessed if guessed else self._run
+        carry = self._with_steady_sides(loop, lambda carry: run(loop, carry))
+        for s, x in zip(loop.steps, carry, strict=True):
+            summed = isinstance(s, Accumulator) and s.kind == "sum" and x.ndim == 1 and x.dtype == jnp.float32
+            outer.refs[s.name] = self._tile(s, read_once(x) if summed and not ev.interpret else x)
+
+    def _with_steady_sides(self, loop: Loop, run: Callable[[Carry], Carry]) -> Carry:
+        """What a loop ends with, which is given the sides of products that are computed and the same in all of it.
+
+        Such a side has to lie in shared memory: Triton leaves it in registers, and ptxas (12.8, 12.9) then gives them
+        away, so that the second iteration multiplies other numbers. Triton stores what comes of loads, or is handed
+        to a loop: of one iteration, here, which no compiler knows.
+        """
+        ev, carry = self.ev, tuple(self._initial(s) for s in loop.steps)
+        ev.scopes.append(self._probe(loop))
+        sides = [] if ev.interpret else ev.steady_sides(e for s in loop.steps for e in step_expressions(s))
+        ev.pop()
+        if not sides:
+            return run(carry)
+        tiles = [ev.side_tile(s) for s in sides]
+
+        def once(_: Array, state: tuple[list[Array], Carry]) -> tuple[list[Array], Carry]:
+            arrays, carry = state
+            ev.push({}, {}).memo.update((s, Tile(x, t.axes)) for s, x, t in zip(sides, arrays, tiles, strict=True))
+            carry = run(carry)
+            ev.pop()
+            return [jnp.zeros_like(x) for x in arrays], carry
+
+        return lax.fori_loop(0, 1 + never(), once, ([t.array for t in tiles], carry))[1]
+
+    def _probe(self, loop: Loop) -> Scope:
+        """The scope of an iteration, of which no more is asked than what it binds."""
+        side = self.plan.choices.tile(loop.axis) or 1
+        return Scope({loop.axis: jnp.int32(0)}, {loop.axis: side}, dict.fromkeys(_names(loop)))  # type: ignore[arg-type]
+
+    def _hoist(self, loop: Loop) -> None:
+        """Evaluate what is the same in all iterations of a loop."""
+        self.ev.hoist((e for s in loop.steps for e in step_expressions(s)), self._probe(loop))
+
+    def _guessed(self, loop: Loop, carry: Carry) -> Carry:
+        """A loop about guesses of its maxima; and about running ones, where those were too far off."""
+        ev, quick = self.ev, without_maxima(loop)
+        known = self._guesses(loop)
+        ev.push({}, {}).refs.update(known)
+        self._hoist(quick)
+        sums = self._run(quick, tuple(map(self._initial, quick.steps)))
+        ev.pop()
+        found = known | {s.name: self._tile(s, x) for s, x in zip(quick.steps, sums, strict=True)}
+
+        def again(_: Array, __: Carry) -> Carry:
+            # All that this time needs is computed now: held from before the first loop, it would take registers there.
+            zero = jnp.int32(0) if ev.interpret else lax.shift_right_logical(pl.program_id(0), jnp.int32(30))
+            places = {a: at + zero for a, at in ev.scopes[0].starts.items()}
+            ev.push(places, {a: ev.side(a) for a in places})
+            ev.zero = None if ev.interpret else zero
+            self._hoist(loop)
+            running = self._run(loop, carry)
+            ev.zero = None
+            ev.pop()
+            return running
+
+        # A loop, for in a branch Hopper's products would wait for each other.
+        times = jnp.int32(1) - self._is_close(loop, found).astype(jnp.int32)
+        return lax.fori_loop(0, times, again, tuple(found[s.name].array for s in loop.steps))
+
+    def _guesses(self, loop: Loop) -> dict[str, Tile]:
+        """What sums are taken about: more than the maxima of a loop's first indices, so that there is room on both
+        sides; 0 where those say nothing of others, for a mask hides them."""
+        ev, side = self.ev, self.plan.choices.tile(loop.axis) or 1
+        first, _ = self._bounds(loop, side)
+        first = jnp.minimum(first, self.ev.tiles(loop.axis, side) - jnp.int32(1))
+        above = ABOVE if _multiplies_in(loop, "bf16") else 0.0
+        bits = {g.maximum: g.bits for g in loop.guesses}
+        ev.push({loop.axis: first * jnp.int32(side)}, {loop.axis: min(side, SAMPLE)})
+        made: dict[str, Tile] = {}
+        for s in loop.steps:
+            if isinstance(s, Accumulator) and s.name in bits:
+                largest = ev.reduce_tile(s.kind, s.update, loop.axis, s.dtype, keep_nan=False)
+                x = jnp.where(largest.array > HIDDEN / bits[s.name], largest.array, 0) + above / bits[s.name]
+                made[s.name] = Tile(x, largest.axes)
+        ev.pop()
+        return made
+
+    def _is_close(self, loop: Loop, found: dict[str, Tile]) -> Array:
+        """Whether guesses served: weights neither vanish nor are too many, and all sums are finite."""
+        totals = {g.total for g in loop.guesses}
+        half = any(_multiplies_in(other, "f16") for other in self.plan.loops)
+        least, most = (2.0**-10, 2.0**15) if half else (2.0**-MOST, 2.0**MOST)
+        close = jnp.bool_(True)
+        for s in loop.steps:
+            if isinstance(s, Accumulator) and s.correct is not None:
+                x = found[s.name]
+                size = jnp.abs(x.array)
+                good = (size > least) & (size < most) if s.name in totals else size < jnp.inf
+                for a in x.axes:
+                    within = self.ev.within(a)
+                    good = good if within is None else good | ~self.ev.spread(within, x.axes)
+                count = good.astype(jnp.int32)
+                while count.ndim:
+                    count = jnp.min(count, axis=count.ndim - 1)
+                close = close & (count > 0)
+        return close
+
+    def _run(self, loop: Loop, carry: Carry) -> Carry:
+        """The loop's iterations."""
+        ev, side = self.ev, self.plan.choices.tile(loop.axis) or 1
+        unmasked = bare(loop)
+
+        def tile(n: Array, carry: Carry, interior: Array | bool = False, whole: bool = True) -> Carry:
+            scope = ev.push({loop.axis: n * jnp.int32(side)}, {loop.axis: side})
+            scope.refs.update(dict.fromkeys(_names(loop)))  # type: ignore[arg-type]
+            scope.whole = frozenset((loop.axis,)) if whole else frozenset()
+            scope.bare, scope.interior = unmasked, interior
+            new = tuple(self._step(s, old, loop.axis, scope) for s, old in zip(loop.steps, carry, strict=True))
+            ev.pop()
+            return new
+
+        first, last = self._bounds(loop, side)
+        # Tiles below this one lie inside of the axis whole.
+        ragged = lax.div(self.ev.extent32(loop.axis), jnp.int32(side))
+        whole = jnp.minimum(last, ragged)
+        if loop.interior is None:
+            carry = lax.fori_loop(first, whole, tile, carry)
+        else:
+            start, stop = self._interior(loop, loop.interior, side, first, whole)
+            if any(loads(bound) for bound in bounds_of(loop) if bound is not None):
+                # Threads are not known to agree where data says what is inside, and a branch takes longer then than a
+                # loop of its own. One more serves both sides of it.
+                def outside(n: Array, carry: Carry) -> Carry:
+                    return tile(n + jnp.where(n >= start, stop - start, 0), carry)
+
+                carry = lax.fori_loop(start, stop, lambda n, c: tile(n, c, True), carry)
+                carry = lax.fori_loop(first, whole - (stop - start), outside, carry)
+            else:
+                carry = lax.fori_loop(first, whole, lambda n, c: tile(n, c, (start <= n) & (n < stop)), carry)
+        if loop.axis.size is not None or loop.axis.extent % side:
+            # One tile, and no loop, which would take registers from the others, and make them test each index.
+            there = (first <= ragged) & (ragged < last)
+            carry = lax.cond(there, lambda c: tile(ragged, c, whole=False), lambda c: c, carry)
+        return carry
+
+    def _interior(self, loop: Loop, interior: Interior, side: int, first: Array, last: Array) -> tuple[Array, Array]:
+        """First tile from `first` to `last` that lies inside of the loop's interior whole, and one past the last."""
+        start, stop = first, last
+        if interior.lower is not None:
+            start = lax.div(self._clipped(interior.lower, loop) + jnp.int32(side - 1), jnp.int32(side))
+        if interior.upper is not None:
+            stop = lax.div(self._clipped(interior.upper, loop), jnp.int32(side))
+        start = jnp.minimum(jnp.maximum(start, first), jnp.maximum(first, last))
+        return start, jnp.maximum(jnp.minimum(stop, last), start)
+
+    def _clipped(self, bound: Expr, loop: Loop) -> Array:
+        return jnp.clip(self.ev.eval(bound).array, 0, self.ev.extent32(loop.axis)).astype(jnp.int32)
+
+    def _bounds(self, loop: Loop, side: int) -> tuple[Array, Array]:
+        """First tile of the loop that can contribute, and one past the last."""
+        first, last = jnp.int32(0), self.ev.tiles(loop.axis, side)
+        if loop.lower is not None:
+            first = lax.div(self._clipped(loop.lower, loop), jnp.int32(side))
+        if loop.upper is not None:
+            last = lax.div(self._clipped(loop.upper, loop) + jnp.int32(side - 1), jnp.int32(side))
+        return (first, last) if loop.parts is None else self._part(loop.parts, first, last)
+
+    def _part(self, parts: Axis, first: Array, last: Array) -> tuple[Array, Array]:
+        """This program's share of the tiles from `first` to `last`."""
+        here = self.ev.start(parts)
+        assert here is not None
+        count = self.ev.extent32(parts)
+        share = lax.div(jnp.maximum(last - first, 0) + count - jnp.int32(1), count)
+        start = jnp.minimum(first + here * share, last)
+        return start, jnp.minimum(start + share, last)
+
+    def _step(self, step: Step, old: Array, axis: Axis, scope: Scope) -> Array:
+        ev = self.ev
+        scope.refs[f"{step.name}.old"] = self._tile(step, old)
+        axes = ev.sorted_axes(step.axes)
+        if isinstance(step, Accumulator):
+            # The sums taken about a maximum turn NaN by themselves; the maximum need not.
+            part = ev.reduce_tile(step.kind, step.update, axis, step.dtype, step.name not in self.references)
+            part = ev.spread(part, axes).astype(old.dtype)
+            before = old if step.correct is None else ev.spread(ev.eval(step.correct), axes)
+            new = ev.combined(step.kind, before, part)
+        else:
+            value = ev.spread(ev.eval(step.value), axes)
+            new = jnp.where(jnp.abs(value) < jnp.inf, value, old)
+        scope.refs[step.name] = self._tile(step, new)
+        return new
+
+    def _initial(self, step: Step) -> Array:
+        shape = tuple(self.ev.side(a) for a in self.ev.sorted_axes(step.axes))
+        if isinstance(step, Accumulator):
+            return jnp.full(shape, identity_of(step.kind, self._held(step)))
+        return jnp.zeros(shape, JNP[self.plan.compute])
+
+    def _held(self, step: Accumulator) -> object:
+        if step.kind in ("any", "all"):
+            return jnp.int32
+        kind = step.update.dtype
+        return JNP[self.plan.compute] if kind in ("f16", "bf16", "f32", "f64") else JNP[kind]
+
+    def _tile(self, step: Step, x: Array) -> Tile:
+        axes = self.ev.sorted_axes(step.axes)
+        logical = isinstance(step, Accumulator) and step.kind in ("any", "all")
+        return Tile(x != 0 if logical else x, axes)
+
+
+def _names(loop: Loop) -> list[str]:
+    """The references that an iteration of a loop has."""
+    return [n for s in loop.steps for n in (s.name, f"{s.name}.old")]
+
+
+def _multiplies_in(loop: Loop, dtype: str) -> bool:
+    """Whether a loop has products of matrices of this type."""
+    return any(isinstance(s, Accumulator) and s.dtype == dtype for s in loop.steps)
