@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..build import op, reduce, rewrite, substitute
-from ..expr import Axis, Const, Expr, Op, Reduce, const, index, loads, walk
+from ..expr import Axis, Const, Expr, Op, Reduce, const, free_axes, index, loads, walk
 from ..integer import linear
 from .fuse import Fused
 
@@ -50,7 +50,8 @@ def _cut(e: Reduce) -> int | None:
         at, low, high = found
         last = at == e.axis.extent - 1 and _is_score(high)
         first = at == 1 and _is_score(low) and _is_behind(high, e.axis)
-        if _reads(low) ^ _reads(high) and (_reads(low) and _reads(high) or last or first):
+        single = (last or first) and _is_apart(e, at)
+        if _reads(low) ^ _reads(high) and (_reads(low) and _reads(high) or single):
             return at
     return None
 
@@ -79,3 +80,11 @@ def _is_score(e: Expr) -> bool:
 def _is_behind(e: Expr, axis: Axis) -> bool:
     """Whether what `e` reads along an axis begins further on."""
     return all(index(axis) not in n.index for n in loads(e))
+
+
+def _is_apart(e: Reduce, at: int) -> bool:
+    """Whether all that the body of `e` reads along its axis goes over to something else at an index."""
+    nodes = (n for n in walk(e.body) if isinstance(n, Op) and n.name == "select")
+    parted = {n for n in nodes if (found := _boundary(n, e.axis)) is not None and found[0] == at}
+    rest = substitute(e.body, {}, {n: const(0.0, n.dtype) for n in parted})
+    return not any(e.axis in free_axes(n) for n in loads(rest))
