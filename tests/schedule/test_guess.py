@@ -109,7 +109,7 @@ DOES_NOT = [late, hidden_first, small, empty_rows, not_a_number]
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fn", SERVES + DOES_NOT)
-def test_as_in_pytorch(fn: Callable, dtype: torch.dtype, device: torch.device) -> None:
+def test_sums_about_guesses(fn: Callable, dtype: torch.dtype, device: torch.device) -> None:
     given = inputs(device, dtype)
     assert guesses(fn, *given) or fn in (hidden_first, largest_too)
     run_and_check(fn, fl.compile(fn), given)
