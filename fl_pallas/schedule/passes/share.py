@@ -45,8 +45,9 @@ def share(
     rows = [roles(parallel_axes(g), *s[:2]).row for g, s in zip(groups, streamed, strict=True)]
     operands = {n for g in groups for o in g.outputs for n in loads(o.expr)}
     largest = max(math.prod(shapes[n.source]) * itemsize(n.dtype) for n in operands)
-    for e, loop in _common([loops for loops, _, _ in streamed]):
-        dtype = _stored(e, groups, [loops for loops, _, _ in streamed], compute)
+    kernels = [loops for loops, _, _ in streamed]
+    for e, loop in _common(kernels):
+        dtype = _stored(e, groups, kernels, compute)
         size = math.prod(a.extent for a in free_axes(e)) * itemsize(dtype)
         row = next((row for row in rows if row is not None and _multiplies_better(e, row, rows, loop)), None)
         if size <= largest and row is not None:
