@@ -230,7 +230,16 @@ def _is_added(program: Program, v: Value, seeds: list[Seed]) -> bool:
     """Whether `v` is put together with something as large to which no other join leads: positions by row and column,
     with the tokens that a layer makes."""
     joins = [s.value.name for s in seeds if s.value is not v and not has_weight(program, s.value)]
-    return any(o.name not in joins and not any(_feeds(program, n, o.name) for n in joins) for o in beside(program, v))
+    others = (o for o in beside(program, v) if not _is_of_pairs(program, o))
+    return any(o.name not in joins and not any(_feeds(program, n, o.name) for n in joins) for o in others)
+
+
+def _is_of_pairs(program: Program, v: Value) -> bool:
+    """Whether `v` is made, element by element, of what is outer, if it is no seed: a mask of pairs."""
+    if v.expr is None or reductions(v.expr):
+        return False
+    made = (program.by_name[name] for name in v.reads)
+    return is_outer(v) or any(_is_of_pairs(program, u) for u in made if u.numel >= v.numel)
 
 
 def beside(program: Program, v: Value) -> Iterator[Value]:
