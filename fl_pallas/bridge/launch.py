@@ -27,7 +27,7 @@ from .descriptors import Descriptors
 from .dlpack import float32_products
 from .layout import spec_of
 from .order import Order, alignment, lowered, order
-from .tuning import fastest
+from .tuning import ranked
 
 if TYPE_CHECKING:
     from ..kernels.fit import Fitted
@@ -363,28 +363,30 @@ class DirectKernel:
         def loaded(made: Fitted) -> _Launch:
             return self._load(made.lowered, compile_kernel(made.lowered, wanted.capability), index)
 
-        def best(found: Sequence[tuple[Fitted, _Launch]]) -> tuple[Fitted, _Launch]:
+        def by_time(found: Sequence[tuple[Fitted, _Launch]]) -> Sequence[tuple[Fitted, _Launch]]:
             if len(found) == 1:
-                return found[0]
+                return found
             plans = [replace(kernel, plan=kernel.plan.with_choices(f.choices)) for f, _ in found]
             launches = [_given(v, general, own, index) for (_, v), general in zip(found, plans, strict=True)]
-            return found[self._fastest(launches, operands, index)]
+            return [found[n] for n in self._ranked(launches, operands, index)]
 
         fitted = self.family.fitted.pop(wanted.key, None) or wanted.fitted()
-        first = best([(f, loaded(f)) for f in fitted if f.choices.blocks] or [(f, loaded(f)) for f in fitted])
+        found = by_time([(f, loaded(f)) for f in fitted if f.choices.blocks] or [(f, loaded(f)) for f in fitted])
+        first = found[0]
         if wanted.tune == 1:
             return first
         # Short loops, and those that wait for memory, may be faster by addresses; long ones, about guesses.
-        others = otherwise(first[0], fitted, kernel.plan, wanted.lowered, wanted.capability)
-        return best([*((f, loaded(f)) for f in others), first])
+        near = [f for f, _ in found[1:]]
+        others = otherwise(first[0], near, fitted, kernel.plan, wanted.lowered, wanted.capability)
+        return by_time([*((f, loaded(f)) for f in others), first])[0]
 
-    def _fastest(self, launches: Sequence[_Launch], operands: Sequence[torch.Tensor], index: int) -> int:
-        """Which launch takes least time on these operands."""
+    def _ranked(self, launches: Sequence[_Launch], operands: Sequence[torch.Tensor], index: int) -> list[int]:
+        """Launches in the order of the time that they take on these operands."""
         with torch.cuda.device(index):
             pointers = [t.data_ptr() for t in (*operands, *[_empty(*layout) for layout in self._outputs])]
             made = [v.descriptors(operands) for v in launches]
             blocks = [() if d is None else d.at(pointers) for d in made]
-            return fastest(
+            return ranked(
                 [
                     lambda v=v, b=b: v.run(v.programs, 1, 1, _stream(index), *v.fixed, *pointers, *b)
                     for v, b in zip(launches, blocks, strict=True)

@@ -106,12 +106,12 @@ class BlockShape:
     """How a load's tile lies in a tensor.
 
     Attributes:
-      dims: the tensor's dimensions that take part; rows and columns of the tile run along the last two.
-      axes: of rows and of columns; columns are contiguous in memory.
+      dims: the tensor's dimensions that take part; the tile's run along the last of them.
+      axes: of rows, if the tile has some, and of columns, which are contiguous in memory.
     """
 
     dims: tuple[int, ...]
-    axes: tuple[Axis, Axis]
+    axes: tuple[Axis, ...]
 
 
 def block_shape(
@@ -128,7 +128,7 @@ def block_shape(
       index: of the load, an expression for each dimension.
       shape, strides: of the tensor, in elements.
       dtype: of its elements.
-      sides: of the tile along its two axes.
+      sides: of the tile along its axes, one or two.
       ragged: the axes that the tile may reach beyond; the load gives 0 there.
     """
     if dtype not in BYTES or 0 in shape:
@@ -152,12 +152,13 @@ def block_shape(
         if t.axis in ragged and not (i == t and n == (t.axis.extent if t.axis.size is None else t.axis.size)):
             return None
         along[t.axis] = d
-    if len(along) != 2:
+    if len(along) != len(sides):
         return None
-    rows, columns = sorted(along, key=lambda a: strides[along[a]] == 1)
-    dims = (*single, along[rows], along[columns])
+    axes = tuple(sorted(along, key=lambda a: strides[along[a]] == 1))
+    columns = axes[-1]
+    dims = (*single, *(along[a] for a in axes))
     fits = max(sides.values()) <= SIDE and sides[columns] * BYTES[dtype] >= LEAST and len(dims) <= DIMENSIONS
-    return BlockShape(dims, (rows, columns)) if fits and strides[along[columns]] == 1 else None
+    return BlockShape(dims, axes) if fits and strides[along[columns]] == 1 else None
 
 
 def _is_coordinate(i: Expr) -> bool:
@@ -190,7 +191,7 @@ class Blocks:
         return self.made.index(block)
 
 
-def block_load(block: int, coordinates: Sequence[Array | int], shape: tuple[int, int], dtype: Any) -> Array:
+def block_load(block: int, coordinates: Sequence[Array | int], shape: tuple[int, ...], dtype: Any) -> Array:
     """The tile of the block `block` (its number in the kernel) whose first element has these int32 coordinates."""
     whole = [jnp.broadcast_to(jnp.asarray(c, jnp.int32), shape) for c in coordinates]
     result = jax.ShapeDtypeStruct(shape, dtype)
@@ -217,6 +218,7 @@ def _replaced(module: Any, blocks: Sequence[Block]) -> None:
     (entry,) = (op.operation for op in module.body if op.operation.name == "tt.func")
     descriptors = _arguments(entry, blocks)
     marks = [op for op in operations(entry) if op.name == "tt.elementwise_inline_asm"]
+    raised: dict[Any, list[Any]] = {}
     for op in marks:
         text = ir.StringAttr(op.attributes["asm_string"]).value
         if text.startswith(_MARK):
@@ -227,6 +229,39 @@ def _replaced(module: Any, blocks: Sequence[Block]) -> None:
                 made = ir.Operation.create("tt.descriptor_load", [tile.type], [descriptor, *at])
             tile.replace_all_uses_with(made.results[0])
             op.erase()
+            # A vector goes to registers as it is waited for: as late as it can.
+            if ir.RankedTensorType(made.result.type).rank > 1:
+                _raise(made, raised)
+
+
+def _raise(load: Any, raised: dict[Any, list[Any]]) -> None:
+    """Move a load in a loop, and the numbers it takes, to the beginning of an iteration, behind those that are there:
+    Triton waits for all of them at once then, and not for each before its use.
+
+    Args:
+      raised: what has been moved, by block.
+    """
+    block = load.block
+    if block.owner.name != "scf.for":
+        return
+    needed, stack = [], [load]
+    while stack:
+        op = stack.pop()
+        needed.append(op)
+        makers = [x.owner.operation for x in op.operands if not isinstance(x.owner, ir.Block)]
+        own = [m for m in makers if m.block == block and m not in (*needed, *stack)]
+        if not all(m.name.startswith("arith.") for m in own):
+            return
+        stack += own
+    first, done = block.operations[0].operation, raised.setdefault(block, [])
+    for op in sorted(needed, key=functools.cmp_to_key(lambda a, b: -1 if a.is_before_in_block(b) else 1)):
+        if op in done:
+            continue
+        if done:
+            op.move_after(done[-1])
+        elif op != first:
+            op.move_before(first)
+        done.append(op)
 
 
 def _arguments(entry: Any, blocks: Sequence[Block]) -> list[Any]:

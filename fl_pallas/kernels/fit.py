@@ -29,6 +29,8 @@ ASYNCHRONOUS = 90
 # The part of its registers that a thread may be left with for another program to run beside: where tuning tells
 # whether it pays, and where it is taken unseen. With fewer than LEAST there are programs enough, and ptxas may refuse.
 TRIED, ENOUGH, LEAST = 0.7, 0.9, 96
+# How many choices besides the fastest are tried about guesses.
+NEXT = 3
 
 
 @dataclass(frozen=True)
@@ -165,20 +167,28 @@ def has_guesses(plan: KernelPlan) -> bool:
 
 def otherwise(
     made: Fitted,
+    near: Sequence[Fitted],
     fitted: Sequence[Fitted],
     plan: KernelPlan,
     lower: Callable[[KernelPlan], Lowered],
     capability: int,
 ) -> tuple[Fitted, ...]:
     """A kernel of `plan`, which tuning has taken of those `fitted`, in other ways that fit: by addresses if it has
-    blocks, about guesses if it may have some, and both."""
+    blocks, about guesses if it may have some, and both; and the next of those that came `near`, the fastest first,
+    about guesses, for other choices are the fastest then."""
     blocks = dict.fromkeys((made.choices.blocks and not made.lowered.blocks, made.choices.blocks))
     guesses = dict.fromkeys((made.choices.guesses, made.choices.guesses or has_guesses(plan)))
     ways = [replace(made.choices, blocks=b, guesses=g) for b, g in itertools.product(blocks, guesses)]
     found = [f for f in fitted if f.choices in ways and f.choices != made.choices and f.in_place == made.in_place]
     known = {made.choices, *(f.choices for f in found)}
+    wanted = {c: made.in_place for c in ways if c not in known}
+    if has_guesses(plan):
+        others: dict[Choices, bool] = {}
+        for f in (f for f in near if f.choices not in ways):
+            others.setdefault(replace(f.choices, guesses=True), f.in_place)
+        wanted |= dict([*others.items()][:NEXT])
     with off_the_terminal():
-        batch = [(c, made.in_place) for c in ways if c not in known]
+        batch = [*wanted.items()]
         tried = _tried(plan.name, batch, lambda c: lower(plan.with_choices(c)), capability, ENOUGH)
     fits = [*found, *(one[0] for one in tried if not isinstance(one, Unsupported))]
     return tuple(f for f in fits if f.cubin.stack <= max(SPILL, made.cubin.stack))

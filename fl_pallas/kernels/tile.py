@@ -484,12 +484,14 @@ class Evaluator:
         return linear(from_linear(({t: k for t, k in terms.items() if k}, constant), "i64"))
 
     def _block(self, e: Load, axes: tuple[Axis, ...]) -> Array | None:
-        """A tile of two dimensions that the copy engine brings; None where it cannot."""
+        """A tile that the copy engine brings, of rows by features, or along a loop; None where it cannot."""
         operand = self.operands[e.source]
         if self.blocks is None or e.source not in self.blocks.positions or operand.offset:
             return None
-        if len(axes) != 2 or all(a in self.order for a in axes):
+        if len(axes) == 2 and all(a in self.order for a in axes):
             return None  # tiles of rows by keys go to registers: through shared memory they take longer
+        if len(axes) != 2 and not (len(axes) == 1 and any(axes[0] in s.starts for s in self.scopes[1:])):
+            return None
         sides = {a: self.side(a) for a in axes}
         ragged = {a for a in axes if self.within(a) is not None}
         flat = flattened(e.index, operand.shape, operand.strides)
@@ -497,13 +499,13 @@ class Evaluator:
         shape = block_shape(index, extents, strides, operand.dtype, sides, ragged)
         if shape is None:
             return None
-        rows, columns = shape.axes
-        box = (*(1 for _ in shape.dims[:-2]), sides[rows], sides[columns])
+        sides_ = tuple(sides[a] for a in shape.axes)
+        box = (*(1 for _ in shape.dims[: -len(sides_)]), *sides_)
         dims = tuple(flat[d].dims for d in shape.dims)
         number = self.blocks.number(Block(self.blocks.positions[e.source], dims, box, operand.dtype))
         first = [self._first(index[d]) for d in shape.dims]
-        tile = block_load(number, first, box[-2:], JNP[operand.dtype])
-        return self._transposed(Tile(tile, (rows, columns)), axes).array
+        tile = block_load(number, first, sides_, JNP[operand.dtype])
+        return self._transposed(Tile(tile, shape.axes), axes).array
 
     def _first(self, i: Expr) -> Array:
         """The first of the indices that an index expression takes over the current tile."""

@@ -22,6 +22,7 @@ from .passes.cut import cut_apart
 from .passes.distances import look_up_distances
 from .passes.exchange import exchange, short_first
 from .passes.expand_squares import expand_squares
+from .passes.factors import store_multiplied
 from .passes.fuse import Fused, Output, fuse
 from .passes.group_rows import group_features, group_rows
 from .passes.guess import guess
@@ -186,7 +187,8 @@ def _scheduled(
         for part in made.parts:
             record("cut", partial(fused_text, part))
         shapes |= made.shapes
-        plans = lay_out_results(into_prologues(made.plans, region.outputs), region.outputs)
+        plans = store_multiplied(into_prologues(made.plans, region.outputs), region.outputs)
+        plans = lay_out_results(plans, region.outputs)
         check_comparisons(plans)
         for plan in plans:
             if verify:

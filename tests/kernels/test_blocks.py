@@ -23,7 +23,7 @@ from fl_pallas.kernels.lower import Lowered
 from fl_pallas.schedule.build import op
 from fl_pallas.schedule.expr import Axis, Expr, Index, Op, const, index, raw_op, size
 from tests.kernels.test_cubins import kernels_made, kernels_of
-from tests.oracle import run_and_check
+from tests.oracle import check_gradients, run_and_check
 
 ROW, COLUMN, HEAD = Axis("i", 100), Axis("d", 64), Axis("h", 4)
 R, D, H = index(ROW), index(COLUMN), index(HEAD)
@@ -56,6 +56,20 @@ WHOLE = BlockShape((0, 1, 2), (ROW, COLUMN))
 )
 def test_which(idx: tuple[Expr, ...], shape: tuple, strides: tuple, found: BlockShape | None) -> None:
     assert block_shape(idx, shape, strides, "bf16", SIDES, {ROW}) == found
+
+
+@pytest.mark.parametrize(
+    "idx, shape, strides, found",
+    [
+        pytest.param((R,), (100,), (1,), BlockShape((0,), (ROW,)), id="by itself"),
+        pytest.param((H, R), (4, 100), (100, 1), BlockShape((0, 1), (ROW,)), id="of heads"),
+        pytest.param((H, R), (4, 100), (102, 1), None, id="a stride of 408 bytes"),
+        pytest.param((H, R), (4, 100), (1, 4), None, id="heads inside of rows"),
+        pytest.param((H, R), (4, 120), (120, 1), None, id="rows beyond the axis are in the tensor"),
+    ],
+)
+def test_which_vectors(idx: tuple[Expr, ...], shape: tuple, strides: tuple, found: BlockShape | None) -> None:
+    assert block_shape(idx, shape, strides, "f32", {ROW: 64}, {ROW}) == found
 
 
 @pytest.mark.parametrize(
@@ -105,14 +119,14 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> list[Block]:
         running[:] = [self]
         return look(self, *rest)
 
-    def gathered(number: int, first: list[Array], sides: tuple[int, int], dtype: object) -> Array:
+    def gathered(number: int, first: list[Array], sides: tuple[int, ...], dtype: object) -> Array:
         (ev,) = running
         block = ev.blocks.made[number]
         used.append(block)
         operand = [*ev.operands.values()][block.operand]
-        assert block.box[-2:] == sides and math.prod(block.box) == math.prod(sides)
+        assert block.box[-len(sides) :] == sides and math.prod(block.box) == math.prod(sides)
         offset, inside = jnp.zeros(sides, jnp.int64), jnp.ones(sides, bool)
-        for k, (dims, at) in enumerate(zip(block.dims, first, strict=True), start=2 - len(block.dims)):
+        for k, (dims, at) in enumerate(zip(block.dims, first, strict=True), start=len(sides) - len(block.dims)):
             along = lax.broadcasted_iota(jnp.int32, sides, k) if k >= 0 else jnp.zeros(sides, jnp.int32)
             here = along + at
             inside &= (here >= 0) & (here < math.prod(ev.number(operand.shape[d]) for d in dims))
@@ -141,6 +155,15 @@ def transposed_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(q @ k.mT.contiguous() - k.mT.square().sum(-2, True), -1) @ v
 
 
+def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v
+
+
+def biased_keys(q: Tensor, k: Tensor, v: Tensor, each: Tensor, shared: Tensor) -> Tensor:
+    """A number for each key of a head, and one for each key of all."""
+    return torch.softmax(q @ k.mT + each[..., None, :] + shared, -1) @ v
+
+
 def interleaved(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Neighbours of queries and keys change places, [.., D / 2, 2], as a rotary embedding has them."""
     q, k = (torch.stack((x[..., 1::2], x[..., ::2]), -1) for x in (q, k))
@@ -155,12 +178,20 @@ def interleaved(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         pytest.param(by_positions, [(2, 40, 2, 32), (2, 51, 2, 32), (2, 51, 2, 32)], 1, id="positions first"),
         pytest.param(interleaved, [(1, 2, 64, 32)] * 3, 3, id="pairs"),
         pytest.param(transposed_keys, [(1, 2, 40, 32)] * 3, 2, id="transposed keys"),
+        pytest.param(biased_keys, [*[(1, 2, 40, 32)] * 3, (1, 2, 40), (40,)], 5, id="biased keys"),
     ],
 )
 def test_same_tiles(fn: Callable, shapes: list[tuple[int, ...]], blocks: int, emulated: list[Block]) -> None:
     inputs = [torch.randn(shape) for shape in shapes]
     run_and_check(fn, fl.compile(fn), inputs)
     assert len({b.operand for b in emulated}) >= blocks, emulated
+
+
+def test_same_tiles_backward(emulated: list[Block]) -> None:
+    """Rows' sums and gradients are vectors along the loop of the kernel whose rows are keys."""
+    inputs = [torch.randn(shape) for shape in (*[(1, 2, 40, 32)] * 3, (1, 2, 40), (40,))]
+    check_gradients(biased_keys, fl.compile(biased_keys), inputs)
+    assert sum(math.prod(b.box) == max(b.box) for b in {*emulated}) >= 4
 
 
 def test_same_tiles_for_other_sizes(emulated: list[Block]) -> None:
@@ -182,22 +213,37 @@ def test_in_triton_ir() -> None:
     assert "async_tma_copy_global_to_local" in cubin.asm["ttgir"]
 
 
+def test_matrices_of_an_iteration_are_waited_for_together() -> None:
+    """And vectors as late as they can, for they go to registers then."""
+    inputs = [torch.empty(1, 2, 256, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    _, queries, keys = kernels_made(by_hand, inputs)
+    for (plan, lower), waits in ((queries, 1), (keys, 3)):
+        ttgir = compile_ttir(simplified(lower(plan), 90), 90).asm["ttgir"]
+        loop = ttgir[ttgir.rindex("scf.for") :]
+        loop = loop[: loop.index("scf.yield")]
+        assert loop.count("async_tma_copy_global_to_local") == (2 if waits == 1 else 4), ttgir
+        assert loop.count("ttng.wait_barrier") == waits
+
+
 def test_in_other_ways() -> None:
     """Tuning compares the winner with the same kernel without blocks, and about guesses."""
     ((plan, lower),) = kernels_of("vanilla", torch.bfloat16)
     (first,) = fitting(plan, lower, 90)
-    (plain,) = otherwise(first, (), plan, lower, 90)
+    (plain,) = otherwise(first, (), (), plan, lower, 90)
     assert first.lowered.blocks and not plain.lowered.blocks and "tt.descriptor_load" not in plain.lowered.ttir
     assert replace(plain.choices, blocks=True) == first.choices and plain.in_place == first.in_place
-    assert otherwise(first, [plain], plan, lower, 90) == (plain,)
+    assert otherwise(first, (), [plain], plan, lower, 90) == (plain,)
 
     ((plan, lower),) = kernels_made(
         F.scaled_dot_product_attention, [torch.empty(2, 8, 2048, 64, dtype=torch.bfloat16)] * 3
     )
     tuned = fitting(plan, lower, 90, 2)
     assert not any(f.choices.guesses for f in tuned)
-    ways = otherwise(tuned[0], tuned, plan, lower, 90)
+    ways = otherwise(tuned[0], (), tuned, plan, lower, 90)
     assert {(f.choices.blocks, f.choices.guesses) for f in ways} == {(False, False), (False, True), (True, True)}
     assert ways[0] in tuned
+    (other,) = {f.choices for f in tuned if f.choices.blocks} - {tuned[0].choices}
+    more = otherwise(tuned[0], tuned[1:], tuned, plan, lower, 90)
+    assert [f.choices for f in more] == [*(f.choices for f in ways), replace(other, guesses=True)]
     one = fitting(plan, lower, 90)[0]
     assert one.choices.guesses
