@@ -43,7 +43,6 @@ _EXTREMUM = "the gradient goes to what equals a maximum, of as many maxima as th
 LEFT = {
     "max_plus": _EXTREMUM,
     "max_plus_scores": _EXTREMUM,
-    "mixing_convolution": "the gradient of a convolution is PyTorch's",
 }
 """Cases that run in PyTorch where gradients are asked for, and why."""
 STORED = {"value_variance_centred": "few products inside of others are stored"}

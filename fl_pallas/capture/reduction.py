@@ -293,8 +293,7 @@ def _convolution(
     groups: int,
 ) -> At:
     """A convolution of extent 1: x [b, c, ...] mixed along c by weight [o, c, 1, ...]."""
-    if max(weight.shape[2:]) > 1 or max(stride) > 1 or any(padding) or transposed or groups > 1:
-        raise Unsupported("aten.convolution", "a convolution that mixes neighbours")
+    _check_mixes_channels_alone(weight, stride, padding, transposed, groups)
     origin = (index(fresh_axis(1)),) * (len(weight.shape) - 2)
     product = _contraction(
         out.dtype,
@@ -306,6 +305,59 @@ def _convolution(
         return product
     f = Arith(out.dtype)
     return lambda idx: f("add", product(idx), bias.at((idx[1],)))
+
+
+def _check_mixes_channels_alone(
+    weight: Tensor, stride: Sequence[int], padding: Sequence[int], transposed: bool, groups: int
+) -> None:
+    if max(weight.shape[2:]) > 1 or max(stride) > 1 or any(padding) or transposed or groups > 1:
+        raise Unsupported("aten.convolution", "a convolution that mixes neighbours")
+
+
+def _convolution_backward(
+    outs: tuple[Spec | None, ...],
+    g: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    wanted: Sequence[bool],
+) -> tuple[At | None, ...]:
+    """Gradients of a convolution of extent 1 for x, weight and bias; g [b, o, ...] is that of its result."""
+    _check_mixes_channels_alone(weight, stride, padding, transposed, groups)
+    origin = (index(fresh_axis(1)),) * (len(weight.shape) - 2)
+    places = [fresh_axis(n) for n in (g.shape[0], *g.shape[2:])]
+
+    def summed(e: Expr) -> Expr:
+        for axis in reversed(places):
+            e = build.reduce("sum", axis, e, e.dtype)
+        return e
+
+    def at_channel(t: Tensor, channel: Expr, dtype: str) -> Expr:
+        batch, *rest = map(index, places)
+        return element(t, (batch, channel, *rest), dtype)
+
+    of_x = _contraction(
+        g.dtype,
+        g.shape[1],
+        lambda idx, k: g.at((idx[0], k, *idx[2:])),
+        lambda idx, k: weight.at((k, idx[1], *origin)),
+    )
+
+    def of_weight(idx: Indices) -> Expr:
+        factors = at_channel(g, idx[0], g.dtype), at_channel(x, idx[1], g.dtype)
+        return summed(build.op("mul", *factors, dtype=g.dtype))
+
+    def of_bias(idx: Indices) -> Expr:
+        return build.cast(summed(at_channel(g, idx[0], accumulator(g.dtype))), g.dtype)
+
+    made = zip(outs, wanted, (of_x, of_weight, of_bias), strict=True)
+    return tuple(at if spec is not None and asked else None for spec, asked, at in made)
 
 
 def _plus(out: Spec, bias: Operand, product: At, beta: Number, alpha: Number) -> At:
@@ -366,4 +418,5 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.addmv: _add_product(_matvec),
     aten.linear: _linear,
     aten.convolution: _convolution,
+    aten.convolution_backward: _convolution_backward,
 }
