@@ -182,7 +182,10 @@ def floordiv(a: Expr, n: int, dtype: str, facts: tuple[Linear, ...] = ()) -> Exp
     whole = {t: k // n for t, k in terms.items() if k % n == 0}
     rest = {t: k for t, k in terms.items() if k % n}
     inner = from_linear((rest, c % n), dtype)
-    if isinstance(inner, Op) and inner.name == "floordiv" and isinstance(inner.args[1], Const):
+    if (apart := _apart((rest, c % n), n, facts)) is not None:
+        step, coarse, _ = apart
+        quotient = floordiv(from_linear(coarse, dtype), n // step, dtype, facts)
+    elif isinstance(inner, Op) and inner.name == "floordiv" and isinstance(inner.args[1], Const):
         quotient = floordiv(inner.args[0], int(inner.args[1].value) * n, dtype)
     else:
         quotient = raw_op("floordiv", (inner, const(n, dtype)), dtype)
@@ -200,4 +203,20 @@ def mod(a: Expr, n: int, dtype: str, facts: tuple[Linear, ...] = ()) -> Expr:
         return from_linear(known[1], dtype)
     terms, c = linear(a)
     rest = {t: k for t, k in terms.items() if k % n}
+    if (apart := _apart((rest, c % n), n, facts)) is not None:
+        step, coarse, (fine, more) = apart
+        high, hc = linear(mod(from_linear(coarse, dtype), n // step, dtype, facts))
+        return from_linear(({**{t: k * step for t, k in high.items()}, **fine}, hc * step + more), dtype)
     return raw_op("mod", (from_linear((rest, c % n), dtype), const(n, dtype)), dtype)
+
+
+def _apart(a: Linear, n: int, facts: tuple[Linear, ...]) -> tuple[int, Linear, Linear] | None:
+    """A divisor d of `n`, c and f such that a = d · c + f and f is one of 0 .. d - 1: heads and their features, that are
+    flattened and lie in a dimension that has several of those."""
+    terms, c = a
+    for step in sorted({math.gcd(k, n) for k in terms.values()} - {1}, reverse=True):
+        fine = {t: k for t, k in terms.items() if k % step}, c % step
+        span = linear_bounds(fine, facts)
+        if span is not None and 0 <= span[0] and span[1] < step:
+            return step, ({t: k // step for t, k in terms.items() if k % step == 0}, c // step), fine
+    return None
