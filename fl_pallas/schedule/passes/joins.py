@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..build import substitute
 from ..dtype import is_float, is_int
-from ..expr import Axis, Expr, Index, Load, Op, const, free_axes, loads, reductions, walk
+from ..expr import Axis, Expr, Index, Load, Op, const, free_axes, loads, outer_loads, reductions, walk
 from ..program import Program, Value, depends
 from .resolve_views import inline_load, root_of
 from .whole import is_in_floats
@@ -18,6 +18,8 @@ from .whole import is_in_floats
 MAX_WEIGHT_CONTRACTION = 256
 # Elements of a set that each pair of a row and a column asks something of.
 MAX_COUNTED = 64
+# Of so few streams (hyper-connections) others are made that are not much larger than they are.
+FEW = 4
 
 Sides = tuple[frozenset[Axis], frozenset[Axis]]
 
@@ -207,6 +209,10 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     v = seed.value
     assert v.expr is not None
     readers = [program.by_name[u] for u in program.users[v.name]]
+    contraction = math.prod(r.axis.extent for r in reductions(v.expr))
+    sides = _extent(seed.rows), _extent(seed.cols)
+    if max(contraction, min(sides)) <= FEW or max(sides) <= FEW:
+        return False
     if _is_table(program, v) or (reductions(v.expr) and is_picked_often(program, v, readers)):
         return False
     if v.projection and not (is_exponent(program, v) and _is_normalised(program, seed)):
@@ -214,8 +220,7 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     coupled, followed = _path(program, v)
     larger = is_larger(program, seed)
     if has_weight(program, v) and not _is_measured(program, seed):
-        contraction = max((r.axis.extent for r in reductions(v.expr)), default=1)
-        asked = followed and larger and contraction <= MAX_WEIGHT_CONTRACTION
+        asked = followed and larger and contraction <= MAX_WEIGHT_CONTRACTION and not _is_added(program, v, seeds)
         return asked and (_is_normalised(program, seed) or is_searched(program, v))
     if larger:
         # Angles, positions by frequencies: a table that is smaller than what it turns.
@@ -226,11 +231,19 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     return coupled and followed and not any(not has_weight(program, s) and _asks_again(program, s) for s in later)
 
 
+def _extent(axes: frozenset[Axis]) -> int:
+    return math.prod(a.extent for a in axes)
+
+
 def _is_added(program: Program, v: Value, seeds: list[Seed]) -> bool:
-    """Whether `v` is put together with something as large to which no other join leads: positions by row and column,
-    with the tokens that a layer makes."""
+    """Whether `v`, or what is made of it alone, is put together with something as large to which no other join leads:
+    positions by row and column, with the tokens that a layer makes; a gate's gradient, with normalised tokens."""
     joins = [s.value.name for s in seeds if s.value is not v and not has_weight(program, s.value)]
-    others = (o for o in beside(program, v) if not _is_of_pairs(program, o))
+    along = [v]
+    for u in along:
+        along += [r for r in _by_element(program, u) if r.numel == v.numel and r not in along]
+    beside_all = (o for u in along for o in beside(program, u) if not depends(program, {o.name}, {v.name}))
+    others = (o for o in beside_all if not _is_of_pairs(program, o))
     return any(o.name not in joins and not any(_feeds(program, n, o.name) for n in joins) for o in others)
 
 
@@ -244,10 +257,15 @@ def _is_of_pairs(program: Program, v: Value) -> bool:
 
 def beside(program: Program, v: Value) -> Iterator[Value]:
     """What is as large as `v`, is not made of it, and is put together with it element by element."""
-    readers = (program.by_name[name] for name in program.users[v.name])
-    pointwise = (u for u in readers if u.expr is not None and not reductions(u.expr))
-    others = (program.by_name[name] for u in pointwise for name in u.reads if name != v.name)
+    read = (n.source for u in _by_element(program, v) if u.expr is not None for n in outer_loads(u.expr))
+    others = (program.by_name[name] for name in read if name != v.name)
     return (o for o in others if o.numel >= v.numel and not depends(program, {o.name}, {v.name}))
+
+
+def _by_element(program: Program, v: Value) -> Iterator[Value]:
+    """The values that read `v` element by element, whatever else they do (a norm)."""
+    readers = (program.by_name[name] for name in program.users[v.name])
+    return (u for u in readers if u.expr is not None and any(n.source == v.name for n in outer_loads(u.expr)))
 
 
 def _is_normalised(program: Program, seed: Seed) -> bool:
