@@ -18,7 +18,7 @@ from .whole import is_in_floats
 MAX_WEIGHT_CONTRACTION = 256
 # Elements of a set that each pair of a row and a column asks something of.
 MAX_COUNTED = 64
-# Of so few streams (hyper-connections) others are made that are not much larger than they are.
+# So few of something are not many more than what they are made of.
 FEW = 4
 
 Sides = tuple[frozenset[Axis], frozenset[Axis]]
@@ -209,10 +209,6 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     v = seed.value
     assert v.expr is not None
     readers = [program.by_name[u] for u in program.users[v.name]]
-    contraction = math.prod(r.axis.extent for r in reductions(v.expr))
-    sides = _extent(seed.rows), _extent(seed.cols)
-    if max(contraction, min(sides)) <= FEW or max(sides) <= FEW:
-        return False
     if _is_table(program, v) or (reductions(v.expr) and is_picked_often(program, v, readers)):
         return False
     if v.projection and not (is_exponent(program, v) and _is_normalised(program, seed)):
@@ -220,31 +216,51 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     coupled, followed = _path(program, v)
     larger = is_larger(program, seed)
     if has_weight(program, v) and not _is_measured(program, seed):
+        contraction = max((r.axis.extent for r in reductions(v.expr)), default=1)
         asked = followed and larger and contraction <= MAX_WEIGHT_CONTRACTION and not _is_added(program, v, seeds)
         return asked and (_is_normalised(program, seed) or is_searched(program, v))
     if larger:
         # Angles, positions by frequencies: a table that is smaller than what it turns.
         given = max((i.numel for i in program.values if i.op == "input"), default=0)
-        table = is_outer(v) and (v.numel <= given or _is_added(program, v, seeds))
+        table = is_outer(v) and v.numel <= given
         return followed and (not table or _is_normalised(program, seed))
     later = (s.value for s in seeds if s is not seed and _feeds(program, v.name, s.value.name))
     return coupled and followed and not any(not has_weight(program, s) and _asks_again(program, s) for s in later)
 
 
-def _extent(axes: frozenset[Axis]) -> int:
-    return math.prod(a.extent for a in axes)
+def without_slight(program: Program, seeds: list[Seed]) -> list[Seed]:
+    """`seeds`, which are in the order of the program, without those that make nothing larger than there is."""
+    left = list(seeds)
+    for seed in seeds:
+        if _is_of_few(seed) or is_outer(seed.value) and _is_added(program, seed.value, left):
+            left.remove(seed)
+    return left
+
+
+def _is_of_few(seed: Seed) -> bool:
+    """Whether a product makes few of few (streams of hyper-connections), no larger than they are but by little."""
+    e = seed.value.expr
+    assert e is not None
+    contraction = math.prod(r.axis.extent for r in reductions(e))
+    sides = [math.prod(a.extent for a in side) for side in (seed.rows, seed.cols)]
+    return bool(reductions(e)) and (max(contraction, min(sides)) <= FEW or max(sides) <= FEW)
 
 
 def _is_added(program: Program, v: Value, seeds: list[Seed]) -> bool:
     """Whether `v`, or what is made of it alone, is put together with something as large to which no other join leads:
     positions by row and column, with the tokens that a layer makes; a gate's gradient, with normalised tokens."""
-    joins = [s.value.name for s in seeds if s.value is not v and not has_weight(program, s.value)]
+    weighted = has_weight(program, v)
+
+    def counts(u: Value) -> bool:
+        return not u.projection if weighted else not has_weight(program, u)
+
+    joins = [s.value.name for s in seeds if s.value is not v and counts(s.value)]
     along = [v]
     for u in along:
         along += [r for r in _by_element(program, u) if r.numel == v.numel and r not in along]
-    beside_all = (o for u in along for o in beside(program, u) if not depends(program, {o.name}, {v.name}))
-    others = (o for o in beside_all if not _is_of_pairs(program, o))
-    return any(o.name not in joins and not any(_feeds(program, n, o.name) for n in joins) for o in others)
+    found = (o for u in along for o in beside(program, u) if not depends(program, {o.name}, {v.name}))
+    large = (o for o in found if not _is_of_pairs(program, o))
+    return any(o.name not in joins and not any(_feeds(program, n, o.name) for n in joins) for o in large)
 
 
 def _is_of_pairs(program: Program, v: Value) -> bool:
