@@ -213,11 +213,13 @@ class _Specialised:
             program = made["forward"].program
             limit = given_or_returned(program, program.saved)
             # What PyTorch makes in the forward pass is there in any case.
-            inside = {m for region in made["forward"].regions for m in region.members}
-            if attempts == MAX_ATTEMPTS or any(v.numel > limit and v.name in inside for v in again):
+            large = {v.name for v in again if v.numel > limit}
+            short = [r for r in made["forward"].regions if not large.isdisjoint(r.members)]
+            if attempts == MAX_ATTEMPTS or short and len(short) == len(made["forward"].regions):
                 return self._given_back(args, made["forward"], again[0], known)
-            # No larger than what is there in any case: it is computed once, and kept.
-            left |= {v.name for v in again}
+            # No larger than what is there in any case, or of a region that is PyTorch's by itself: it is computed
+            # once, and kept.
+            left |= {v.name for v in again}.union(*(r.large for r in short))
             if self.explanation is not None:
                 del self.explanation.graphs[known:]
 

@@ -232,18 +232,22 @@ def without_slight(program: Program, seeds: list[Seed]) -> list[Seed]:
     """`seeds`, which are in the order of the program, without those that make nothing larger than there is."""
     left = list(seeds)
     for seed in seeds:
-        if _is_of_few(seed) or is_outer(seed.value) and _is_added(program, seed.value, left):
+        if _is_of_few(program, seed) or is_outer(seed.value) and _is_added(program, seed.value, left):
             left.remove(seed)
     return left
 
 
-def _is_of_few(seed: Seed) -> bool:
-    """Whether a product makes few of few (streams of hyper-connections), no larger than they are but by little."""
-    e = seed.value.expr
-    assert e is not None
-    contraction = math.prod(r.axis.extent for r in reductions(e))
+def _is_of_few(program: Program, seed: Seed) -> bool:
+    """Whether few are made of few (streams of hyper-connections), no larger than they are but by little."""
+    v = seed.value
+    assert v.expr is not None
     sides = [math.prod(a.extent for a in side) for side in (seed.rows, seed.cols)]
-    return bool(reductions(e)) and (max(contraction, min(sides)) <= FEW or max(sides) <= FEW)
+    if not reductions(v.expr):
+        largest = max((u.numel for u in _operands_of(program, v)), default=0)
+        slight = min(sides) <= FEW and v.numel <= FEW * largest
+        return slight and bool(_shared(seed)) and any(_by_element(program, v))
+    contraction = math.prod(r.axis.extent for r in reductions(v.expr))
+    return max(contraction, min(sides)) <= FEW or max(sides) <= FEW
 
 
 def _is_added(program: Program, v: Value, seeds: list[Seed]) -> bool:
