@@ -10,6 +10,7 @@ the Triton IR (`with_blocks`).
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -28,8 +29,9 @@ from ..schedule.integer import bounds, from_linear, is_inside, linear
 # The first compute capability that has the engine.
 ENGINE = 90
 # What the engine asks for: most dimensions of a tensor, most elements of a block along one, divisor in bytes of
-# addresses and strides; and the least contiguous piece in bytes that is worth it.
-DIMENSIONS, SIDE, DIVISOR, LEAST = 5, 256, 16, 32
+# addresses and strides; the least contiguous piece in bytes that is worth it; and the divisor of addresses in shared
+# memory, where the vectors of several iterations lie one behind the other.
+DIMENSIONS, SIDE, DIVISOR, LEAST, SHARED = 5, 256, 16, 32, 128
 BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 _MARK = "fl_pallas block "
 _WRAPPED = re.compile(r"!tt\.tensordesc<(?!tensor)([^<>]*)>")
@@ -158,6 +160,7 @@ def block_shape(
     columns = axes[-1]
     dims = (*single, *(along[a] for a in axes))
     fits = max(sides.values()) <= SIDE and sides[columns] * BYTES[dtype] >= LEAST and len(dims) <= DIMENSIONS
+    fits = fits and math.prod(sides.values()) * BYTES[dtype] % SHARED == 0
     return BlockShape(dims, axes) if fits and strides[along[columns]] == 1 else None
 
 

@@ -490,7 +490,8 @@ class Evaluator:
             return None
         if len(axes) == 2 and all(a in self.order for a in axes):
             return None  # tiles of rows by keys go to registers: through shared memory they take longer
-        if len(axes) != 2 and not (len(axes) == 1 and any(axes[0] in s.starts for s in self.scopes[1:])):
+        vector = len(axes) == 1 and operand.dtype == "f32" and any(axes[0] in s.starts for s in self.scopes[1:])
+        if len(axes) != 2 and not vector:
             return None
         sides = {a: self.side(a) for a in axes}
         ragged = {a for a in axes if self.within(a) is not None}

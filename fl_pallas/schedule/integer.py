@@ -211,8 +211,8 @@ def mod(a: Expr, n: int, dtype: str, facts: tuple[Linear, ...] = ()) -> Expr:
 
 
 def _apart(a: Linear, n: int, facts: tuple[Linear, ...]) -> tuple[int, Linear, Linear] | None:
-    """A divisor d of `n`, c and f such that a = d · c + f and f is one of 0 .. d - 1: heads and their features, that are
-    flattened and lie in a dimension that has several of those."""
+    """A divisor d of `n`, c and f such that a = d · c + f and f is one of 0 .. d - 1: heads and their features, that
+    are flattened and lie in a dimension that has several of those."""
     terms, c = a
     for step in sorted({math.gcd(k, n) for k in terms.values()} - {1}, reverse=True):
         fine = {t: k for t, k in terms.items() if k % step}, c % step

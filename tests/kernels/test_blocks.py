@@ -70,6 +70,8 @@ def test_which(idx: tuple[Expr, ...], shape: tuple, strides: tuple, found: Block
 )
 def test_which_vectors(idx: tuple[Expr, ...], shape: tuple, strides: tuple, found: BlockShape | None) -> None:
     assert block_shape(idx, shape, strides, "f32", {ROW: 64}, {ROW}) == found
+    # The second of two would lie at no address that the engine takes.
+    assert block_shape(idx, shape, strides, "f32", {ROW: 16}, {ROW}) is None
 
 
 @pytest.mark.parametrize(
