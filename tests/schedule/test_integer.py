@@ -126,6 +126,24 @@ def test_views_leave_no_trace(rows: int, columns: int, shift: int) -> None:
     assert back is address
 
 
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 6), st.integers(0, 5), st.integers(0, 30))
+def test_heads_and_features_come_apart(batch: int, heads: int, features: int, first: int, more: int) -> None:
+    """Heads of a batch with features from `first` on: the quotient by all features of a member is of the head alone."""
+    side = features + first
+    h, f = Axis("h", batch * heads), Axis("f", features)
+    at = i64("add", i64("mul", index(h), const(side, "i64")), i64("add", index(f), const(first + more * side, "i64")))
+    whole = const(heads * side, "i64")
+    quotient, rest = i64("floordiv", at, whole), i64("mod", at, whole)
+    assert f not in free_axes(quotient)
+    hs, fs = np.arange(h.extent)[:, None], np.arange(f.extent)
+    expected = hs * side + fs + first + more * side
+    for made, wanted in ((quotient, expected // (heads * side)), (rest, expected % (heads * side))):
+        for a in range(h.extent):
+            for b in range(f.extent):
+                known = substitute(made, {h: const(a, "i64"), f: const(b, "i64")})
+                assert known is const(int(wanted[a, b]), "i64")
+
+
 @pytest.mark.parametrize("name", COMPARE)
 def test_decided_comparisons_fold(name: str) -> None:
     """A comparison that bounds decide is a constant: masks out of reach disappear."""

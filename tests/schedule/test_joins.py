@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import fl_pallas as fl
 from fl_pallas.schedule.plan import operand_names
+from fl_pallas.schedule.text import plan_text
 from tests.kernels.test_cubins import compiled, kernels_made
 from tests.oracle import check, check_gradients, run_and_check
 from tests.programs import BY_NAME
@@ -303,3 +304,98 @@ def test_places_of_a_map_are_no_pairs(sides: tuple[int, int]) -> None:
     with unrun():
         explained = fl.explain(Placed(*sides), torch.randn(2, sides[0] * sides[1], 3))
     assert [len(graph.kernels) for graph in explained.graphs] == [1, 2] and not explained.fallbacks, str(explained)
+
+
+@pytest.mark.parametrize("batch", [2, 3])
+def test_heads_flattened_into_a_batch(batch: int) -> None:
+    """Projections by convolutions: heads with their features are one dimension, and go to the batch. A head's member of
+    the batch is known, whatever features it has; two members are no two cases of each feature."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.reshape(batch * 4, 16, -1).mT for t in (q, k, v))
+        return ((q @ k.mT / 4).softmax(-1) @ v).mT.reshape(batch, 64, -1)
+
+    inputs = [torch.randn(batch, 64, 70).requires_grad_() for _ in range(3)]
+    with unrun():
+        explained = fl.explain(attention, *inputs)
+    texts = [plan_text(plan) for graph in explained.graphs for plan in graph.kernels]
+    assert len(texts) == 3 and not any("x0 * 16" in text or "< 64" in text for text in texts)
+    check_gradients(attention, fl.compile(attention, fallback="error"), inputs)
+
+
+class Windowed(nn.Module):
+    """A window of 5 x 5 tokens, a bias of its own for each |dx|, |dy| (LeViT, TinyViT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        places = torch.cartesian_prod(torch.arange(5), torch.arange(5))
+        apart = (places[:, None] - places).abs()
+        self.register_buffer("index", apart[..., 0] * 5 + apart[..., 1])
+        self.table = nn.Parameter(torch.randn(2, 25))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT / 4 + self.table[:, self.index]).softmax(-1) @ v
+
+
+def test_a_windows_table() -> None:
+    """What goes to the table is stored for a batch once; a table's element does not go over all pairs of it."""
+    inputs = [torch.randn(6, 2, 25, 16).requires_grad_() for _ in range(3)]
+    module = Windowed()
+    with unrun():
+        _, backward = fl.explain(module, *inputs).graphs
+    stored = [math.prod(s.shape) for plan in backward.kernels for s in plan.stores]
+    assert len(backward.kernels) == 3 and max(stored) == 6 * 2 * 25 * 16
+    check_gradients(module, fl.compile(module), inputs)
+
+
+class Streams(nn.Module):
+    """Hyper-connections: two streams of tokens, mixed before attention and added to behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(16), nn.Linear(16, 48)
+        self.mix, self.gate = nn.Linear(16, 3), nn.Linear(16, 1)
+        self.start = nn.Parameter(torch.randn(2, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :, None] + self.start
+        for _ in range(2):
+            z = self.norm(x)
+            mixed = torch.einsum("bnef,bned->bnfd", self.mix(z).tanh(), x)
+            q, k, v = self.qkv(mixed[:, :, 0]).chunk(3, -1)
+            x = ((q @ k.mT / 4).softmax(-1) @ v)[:, :, None] * self.gate(z).sigmoid() + mixed[:, :, 1:]
+        return x.sum(2)
+
+
+def test_streams_are_no_scores() -> None:
+    """Two attentions, and of what lies between them a sum over two streams at most."""
+    with unrun():
+        explained = fl.explain(Streams(), torch.randn(2, 80, 16).requires_grad_())
+    forward, backward = explained.graphs
+    assert len(forward.kernels) == 2 and len(backward.kernels) <= 5 and not explained.fallbacks
+    read = {load for graph in explained.graphs for plan in graph.kernels for load in operand_names(plan)}
+    assert not any("native_layer_norm" in name or "tanh" in name for name in read)
+
+
+class Beside(nn.Module):
+    """Attention over channels (XCiT), whose queries and keys are normalised over tokens, before one over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 48, bias=False), nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.mT for t in self.first(x).chunk(3, -1))
+        q, k = (nn.functional.normalize(t, dim=-1) for t in (q, k))
+        x = x + ((q @ k.mT).softmax(-1) @ v).mT
+        q, k, v = self.second(x).chunk(3, -1)
+        return x + (q @ k.mT / 4).softmax(-1) @ v
+
+
+def test_a_region_that_is_pytorchs_leaves_the_others() -> None:
+    module = Beside()
+    x = torch.randn(2, 100, 16).requires_grad_()
+    with unrun():
+        forward, _ = fl.explain(module, x).graphs
+    assert forward.kernels
+    check_gradients(module, fl.compile(module), [x])
