@@ -500,12 +500,12 @@ class Evaluator:
         shape = block_shape(index, extents, strides, operand.dtype, sides, ragged)
         if shape is None:
             return None
-        sides_ = tuple(sides[a] for a in shape.axes)
-        box = (*(1 for _ in shape.dims[: -len(sides_)]), *sides_)
+        extent = tuple(sides[a] for a in shape.axes)
+        box = (*(1 for _ in shape.dims[: -len(extent)]), *extent)
         dims = tuple(flat[d].dims for d in shape.dims)
         number = self.blocks.number(Block(self.blocks.positions[e.source], dims, box, operand.dtype))
         first = [self._first(index[d]) for d in shape.dims]
-        tile = block_load(number, first, sides_, JNP[operand.dtype])
+        tile = block_load(number, first, extent, JNP[operand.dtype])
         return self._transposed(Tile(tile, shape.axes), axes).array
 
     def _first(self, i: Expr) -> Array:

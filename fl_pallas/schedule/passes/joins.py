@@ -269,10 +269,17 @@ def _is_added(program: Program, v: Value, seeds: list[Seed]) -> bool:
 
 def _is_of_pairs(program: Program, v: Value) -> bool:
     """Whether `v` is made, element by element, of what is outer, if it is no seed: a mask of pairs."""
-    if v.expr is None or reductions(v.expr):
-        return False
-    made = (program.by_name[name] for name in v.reads)
-    return is_outer(v) or any(_is_of_pairs(program, u) for u in made if u.numel >= v.numel)
+    stack, seen = [v], {v.name}
+    while stack:
+        u = stack.pop()
+        if u.expr is None or reductions(u.expr):
+            continue
+        if is_outer(u):
+            return True
+        made = [program.by_name[name] for name in u.reads if name not in seen]
+        seen.update(m.name for m in made)
+        stack += [m for m in made if m.numel >= u.numel]
+    return False
 
 
 def beside(program: Program, v: Value) -> Iterator[Value]:
