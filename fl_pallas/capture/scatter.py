@@ -43,8 +43,6 @@ aten = torch.ops.aten
 # Positions of the longest table whose elements ask every value. Each of them goes over all tiles of values that may be
 # its own: those are few where positions are made of indices alone, and all where they are data.
 MAX_ASKING = 128
-# Pairs of places for which positions may be given, for what is added up there to be stored in the meantime.
-SMALL_MAP = 1 << 16
 # Values (of each row, say) that every element may ask, however many elements there are.
 FEW = 8
 
@@ -137,20 +135,12 @@ def _sum(
         with contextlib.suppress(Unsupported):
             here, where = _found(wanted, places, given)
             return _total(here, value(where), given, dtype)
-    if not are_few(places) or _is_small_map([i for _, i, _ in wanted], places):
+    if not are_few(places):
         raise refusal
     here: Expr = build.TRUE
     for target, i, n in wanted:
         here = every(here, integer("eq", target, wrapped(i, n)))
     return _total(here, value(tuple(map(index, places))), places, dtype)
-
-
-def _is_small_map(positions: Sequence[Expr], places: Sequence[Axis]) -> bool:
-    """Whether positions are given for each pair of few places (of a window's tokens): PyTorch adds up what a kernel
-    stores for each pair once, and no element of the table goes over all pairs of a batch."""
-    wide = {p for p in places if p.extent > 1}
-    each = any(free_axes(n) >= wide for i in positions for n in loads(i))
-    return each and len(wide) > 1 and math.prod(p.extent for p in wide) <= SMALL_MAP
 
 
 def _total(here: Expr, value: Expr, places: Sequence[Axis], dtype: str) -> Expr:

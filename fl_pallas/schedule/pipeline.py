@@ -187,7 +187,7 @@ def _scheduled(
         for part in made.parts:
             record("cut", partial(fused_text, part))
         shapes |= made.shapes
-        plans = store_multiplied(into_prologues(made.plans, region.outputs), region.outputs)
+        plans = store_multiplied(into_prologues(made.plans, region.outputs), f"r{n}_l")
         plans = lay_out_results(plans, region.outputs)
         check_comparisons(plans)
         for plan in plans:

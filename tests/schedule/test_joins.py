@@ -323,60 +323,6 @@ def test_heads_flattened_into_a_batch(batch: int) -> None:
     check_gradients(attention, fl.compile(attention, fallback="error"), inputs)
 
 
-class Windowed(nn.Module):
-    """A window of 5 x 5 tokens, a bias of its own for each |dx|, |dy| (LeViT, TinyViT)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        places = torch.cartesian_prod(torch.arange(5), torch.arange(5))
-        apart = (places[:, None] - places).abs()
-        self.register_buffer("index", apart[..., 0] * 5 + apart[..., 1])
-        self.table = nn.Parameter(torch.randn(2, 25))
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (q @ k.mT / 4 + self.table[:, self.index]).softmax(-1) @ v
-
-
-def test_a_windows_table() -> None:
-    """What goes to the table is stored for a batch once; a table's element does not go over all pairs of it."""
-    inputs = [torch.randn(6, 2, 25, 16).requires_grad_() for _ in range(3)]
-    module = Windowed()
-    with unrun():
-        _, backward = fl.explain(module, *inputs).graphs
-    stored = [math.prod(s.shape) for plan in backward.kernels for s in plan.stores]
-    assert len(backward.kernels) == 3 and max(stored) == 6 * 2 * 25 * 16
-    check_gradients(module, fl.compile(module), inputs)
-
-
-class Streams(nn.Module):
-    """Hyper-connections: two streams of tokens, mixed before attention and added to behind it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv = nn.LayerNorm(16), nn.Linear(16, 48)
-        self.mix, self.gate = nn.Linear(16, 3), nn.Linear(16, 1)
-        self.start = nn.Parameter(torch.randn(2, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x[:, :, None] + self.start
-        for _ in range(2):
-            z = self.norm(x)
-            mixed = torch.einsum("bnef,bned->bnfd", self.mix(z).tanh(), x)
-            q, k, v = self.qkv(mixed[:, :, 0]).chunk(3, -1)
-            x = ((q @ k.mT / 4).softmax(-1) @ v)[:, :, None] * self.gate(z).sigmoid() + mixed[:, :, 1:]
-        return x.sum(2)
-
-
-def test_streams_are_no_scores() -> None:
-    """Two attentions, and of what lies between them a sum over two streams at most."""
-    with unrun():
-        explained = fl.explain(Streams(), torch.randn(2, 80, 16).requires_grad_())
-    forward, backward = explained.graphs
-    assert len(forward.kernels) == 2 and len(backward.kernels) <= 5 and not explained.fallbacks
-    read = {load for graph in explained.graphs for plan in graph.kernels for load in operand_names(plan)}
-    assert not any("native_layer_norm" in name or "tanh" in name for name in read)
-
-
 class Beside(nn.Module):
     """Attention over channels (XCiT), whose queries and keys are normalised over tokens, before one over tokens."""
 

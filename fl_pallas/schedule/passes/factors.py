@@ -6,7 +6,7 @@ After: `r0_l0[x] = (m[x] + log(l[x])) * 1.4427`, once for each row, and not agai
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..build import op
@@ -16,16 +16,16 @@ from ..plan import KernelPlan, expressions
 from .lay_out import rewritten
 
 
-def store_multiplied(plans: Sequence[KernelPlan], results: Collection[str]) -> list[KernelPlan]:
+def store_multiplied(plans: Sequence[KernelPlan], tables: str) -> list[KernelPlan]:
     """Plans of a region with factors of what they hand on to each other in the kernels that store it.
 
     Args:
-      results: names of what is stored for others than these kernels.
+      tables: what the names of numbers of rows begin with, that `tabulate` has stored for these kernels alone.
     """
     made = list(plans)
     for plan in plans:
         # What is rounded as it is stored would be rounded elsewhere.
-        own = [s for s in plan.stores if s.name not in results and is_float(s.dtype) and s.dtype == plan.compute]
+        own = [s for s in plan.stores if s.name.startswith(tables) and is_float(s.dtype) and s.dtype == plan.compute]
         for name in (s.name for s in own):
             factor = _factor(name, made)
             if factor is not None:

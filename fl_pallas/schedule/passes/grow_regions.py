@@ -30,7 +30,6 @@ from .joins import (
     join,
     serves,
     turned,
-    without_slight,
 )
 from .region import Growth, Region, Rejected
 from .resolve_views import inline_load, root_of
@@ -50,7 +49,6 @@ Blocker = tuple[Value, str]
 def grow_regions(program: Program) -> Growth:
     """Program with views resolved → regions, and the blow-ups that could not be fused with the reason."""
     seeds = [s for v in program.values if (s := join(program, v)) is not None]
-    seeds = without_slight(program, seeds)
     blown = [s for s in seeds if is_blow_up(program, s, seeds)]
     leading = [s for s in blown if not serves(program, s, blown)]
     chosen = [s for s in leading if not ends(program, s, leading)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..build import substitute
 from ..dtype import is_float, is_int
-from ..expr import Axis, Expr, Index, Load, Op, const, free_axes, loads, outer_loads, reductions, walk
+from ..expr import Axis, Expr, Index, Load, Op, const, free_axes, loads, reductions, walk
 from ..program import Program, Value, depends
 from .resolve_views import inline_load, root_of
 from .whole import is_in_floats
@@ -18,8 +18,6 @@ from .whole import is_in_floats
 MAX_WEIGHT_CONTRACTION = 256
 # Elements of a set that each pair of a row and a column asks something of.
 MAX_COUNTED = 64
-# So few of something are not many more than what they are made of.
-FEW = 4
 
 Sides = tuple[frozenset[Axis], frozenset[Axis]]
 
@@ -217,54 +215,23 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     larger = is_larger(program, seed)
     if has_weight(program, v) and not _is_measured(program, seed):
         contraction = max((r.axis.extent for r in reductions(v.expr)), default=1)
-        asked = followed and larger and contraction <= MAX_WEIGHT_CONTRACTION and not _is_added(program, v, seeds)
+        asked = followed and larger and contraction <= MAX_WEIGHT_CONTRACTION
         return asked and (_is_normalised(program, seed) or is_searched(program, v))
     if larger:
         # Angles, positions by frequencies: a table that is smaller than what it turns.
         given = max((i.numel for i in program.values if i.op == "input"), default=0)
-        table = is_outer(v) and v.numel <= given
+        table = is_outer(v) and (v.numel <= given or _is_added(program, v, seeds))
         return followed and (not table or _is_normalised(program, seed))
     later = (s.value for s in seeds if s is not seed and _feeds(program, v.name, s.value.name))
     return coupled and followed and not any(not has_weight(program, s) and _asks_again(program, s) for s in later)
 
 
-def without_slight(program: Program, seeds: list[Seed]) -> list[Seed]:
-    """`seeds`, which are in the order of the program, without those that make nothing larger than there is."""
-    left = list(seeds)
-    for seed in seeds:
-        if _is_of_few(program, seed) or is_outer(seed.value) and _is_added(program, seed.value, left):
-            left.remove(seed)
-    return left
-
-
-def _is_of_few(program: Program, seed: Seed) -> bool:
-    """Whether few are made of few (streams of hyper-connections), no larger than they are but by little."""
-    v = seed.value
-    assert v.expr is not None
-    sides = [math.prod(a.extent for a in side) for side in (seed.rows, seed.cols)]
-    if not reductions(v.expr):
-        largest = max((u.numel for u in _operands_of(program, v)), default=0)
-        slight = min(sides) <= FEW and v.numel <= FEW * largest
-        return slight and bool(_shared(seed)) and any(_by_element(program, v))
-    contraction = math.prod(r.axis.extent for r in reductions(v.expr))
-    return max(contraction, min(sides)) <= FEW or max(sides) <= FEW
-
-
 def _is_added(program: Program, v: Value, seeds: list[Seed]) -> bool:
-    """Whether `v`, or what is made of it alone, is put together with something as large to which no other join leads:
-    positions by row and column, with the tokens that a layer makes; a gate's gradient, with normalised tokens."""
-    weighted = has_weight(program, v)
-
-    def counts(u: Value) -> bool:
-        return not u.projection if weighted else not has_weight(program, u)
-
-    joins = [s.value.name for s in seeds if s.value is not v and counts(s.value)]
-    along = [v]
-    for u in along:
-        along += [r for r in _by_element(program, u) if r.numel == v.numel and r not in along]
-    found = (o for u in along for o in beside(program, u) if not depends(program, {o.name}, {v.name}))
-    large = (o for o in found if not _is_of_pairs(program, o))
-    return any(o.name not in joins and not any(_feeds(program, n, o.name) for n in joins) for o in large)
+    """Whether `v` is put together with something as large to which no other join leads: positions by row and column,
+    with the tokens that a layer makes."""
+    joins = [s.value.name for s in seeds if s.value is not v and not has_weight(program, s.value)]
+    others = (o for o in beside(program, v) if not _is_of_pairs(program, o))
+    return any(o.name not in joins and not any(_feeds(program, n, o.name) for n in joins) for o in others)
 
 
 def _is_of_pairs(program: Program, v: Value) -> bool:
@@ -284,15 +251,10 @@ def _is_of_pairs(program: Program, v: Value) -> bool:
 
 def beside(program: Program, v: Value) -> Iterator[Value]:
     """What is as large as `v`, is not made of it, and is put together with it element by element."""
-    read = (n.source for u in _by_element(program, v) if u.expr is not None for n in outer_loads(u.expr))
-    others = (program.by_name[name] for name in read if name != v.name)
-    return (o for o in others if o.numel >= v.numel and not depends(program, {o.name}, {v.name}))
-
-
-def _by_element(program: Program, v: Value) -> Iterator[Value]:
-    """The values that read `v` element by element, whatever else they do (a norm)."""
     readers = (program.by_name[name] for name in program.users[v.name])
-    return (u for u in readers if u.expr is not None and any(n.source == v.name for n in outer_loads(u.expr)))
+    pointwise = (u for u in readers if u.expr is not None and not reductions(u.expr))
+    others = (program.by_name[name] for u in pointwise for name in u.reads if name != v.name)
+    return (o for o in others if o.numel >= v.numel and not depends(program, {o.name}, {v.name}))
 
 
 def _is_normalised(program: Program, seed: Seed) -> bool:
