@@ -28,7 +28,7 @@ from .schedule.passes.joins import given_or_returned
 from .schedule.passes.keep import inner
 from .schedule.pipeline import Schedule, schedule
 from .schedule.plan import KernelPlan
-from .schedule.program import Value, left_to_pytorch, with_parameters
+from .schedule.program import KEPT, Value, left_to_pytorch, with_parameters
 from .schedule.target import HOPPER, Target, target_of
 
 
@@ -54,7 +54,7 @@ def scheduled(
     """What becomes of a functional graph."""
     with torch.no_grad():
         program = with_parameters(translate(aten), known.parameters | parameters_of(aten, are_parameters(args)))
-        program = replace(left_to_pytorch(program, known.left), facts=known.facts, saved=known.saved)
+        program = replace(left_to_pytorch(program, known.left, KEPT), facts=known.facts, saved=known.saved)
     return schedule(program, _target(args), lambda *entry: history.append(entry), verify=settings.verify)
 
 

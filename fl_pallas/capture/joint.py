@@ -22,7 +22,7 @@ from ..schedule.build import substitute
 from ..schedule.expr import Expr, load, loads
 from ..schedule.passes.joins import given_or_returned
 from ..schedule.passes.keep import Compared, Kept
-from ..schedule.program import Program, Value, left_to_pytorch, with_parameters
+from ..schedule.program import KEPT, Program, Value, left_to_pytorch, with_parameters
 from .aten import Opener
 from .copies import read_copy
 from .distribute import distribute
@@ -168,7 +168,7 @@ def differentiable(
         returned, parameters = num_fwd_outputs, parameters_of(joint, known)
 
         def read(unread: Collection[str] = ()) -> Program:
-            return with_parameters(left_to_pytorch(translate(joint, unread), left), parameters)
+            return with_parameters(left_to_pytorch(translate(joint, unread), left, KEPT), parameters)
 
         with unset_fake_temporarily():
             _set_to_zero(joint, _zero(joint))

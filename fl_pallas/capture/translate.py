@@ -13,8 +13,9 @@ from torch.fx.node import Node, map_arg
 from ..errors import SourceLoc, Unsupported
 from ..schedule.build import substitute, wrapped
 from ..schedule.expr import Expr, Index, Load, Op, const, index, load, reductions, walk
+from ..schedule.in_turn import in_turn
 from ..schedule.integer import linear
-from ..schedule.program import Program, Value, reads_of, value_axes
+from ..schedule.program import Program, Value, left_to_pytorch, reads_of, value_axes
 from . import reduction
 from .dtypes import short_dtype
 from .rules import Result, apply, is_getitem
@@ -41,7 +42,8 @@ def translate(gm: torch.fx.GraphModule, unread: Collection[str] = ()) -> Program
     translation = _Translation(gm, unread)
     for node in gm.graph.nodes:
         translation.visit(node)
-    return Program(tuple(translation.values.values()), translation.outputs)
+    program = Program(tuple(translation.values.values()), translation.outputs)
+    return left_to_pytorch(program, in_turn(program), "a loop writes it part by part, each part made of those before")
 
 
 def kernels_device(tensors: Iterable[torch.Tensor]) -> torch.device:

@@ -183,6 +183,15 @@ def ref_names(e: Expr) -> frozenset[str]:
     return cached
 
 
+def sources(e: Expr) -> frozenset[str]:
+    """Names of what `e` loads."""
+    cached = e.__dict__.get("_sources")
+    if cached is None:
+        cached = frozenset(n.source for n in loads(e))
+        object.__setattr__(e, "_sources", cached)
+    return cached
+
+
 def walk(e: Expr) -> Iterator[Expr]:
     """Every distinct node of `e`, children before parents."""
     yield from _below(e)

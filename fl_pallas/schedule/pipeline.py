@@ -10,7 +10,7 @@ from functools import partial
 
 from ..errors import Unsupported
 from .dtype import compute_dtype, is_float, itemsize
-from .expr import Expr, loads
+from .expr import Expr, sources
 from .passes.align import align
 from .passes.along import take_along
 from .passes.build_plan import build_plan
@@ -260,7 +260,7 @@ def _in_order(parts: tuple[Fused, ...]) -> tuple[Fused, ...]:
 
 
 def _loaded(part: Fused) -> set[str]:
-    return {n.source for o in part.outputs for n in loads(o.expr)}
+    return {name for o in part.outputs for name in sources(o.expr)}
 
 
 def _planned(
@@ -276,10 +276,9 @@ def _planned(
     loops = by_element(loading(loops, held))
     parallel, loops, stores = group_rows(*group_features(parallel_axes(part), loops, stores))
 
-    @functools.cache
     def built(loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> KernelPlan:
         own = tuple(a for a in parallel if any(a in s.axes for s in stores))
-        return build_plan(name, own, loops, stores, notes, compute, target)
+        return replace(build_plan(own, loops, stores, notes, compute, target), name=name)
 
     def tiles(kernel: Kernel) -> Choices | None:
         return next(iter(covering(built(*kernel))), None)

@@ -61,6 +61,10 @@ class Value:
         return self.expr is not None and type(self.expr).__name__ == "Load"
 
 
+# Why PyTorch computes what a forward pass keeps.
+KEPT = "it is kept for the backward pass"
+
+
 @dataclass(frozen=True)
 class Program:
     """Values in execution order, and the names of those that are returned.
@@ -123,11 +127,9 @@ def depends(program: Program, targets: Set[str], sources: Set[str]) -> bool:
     return any(program.above[t] & bits for t in targets - sources)
 
 
-def left_to_pytorch(program: Program, names: frozenset[str]) -> Program:
+def left_to_pytorch(program: Program, names: frozenset[str], why: str) -> Program:
     """`program`, some of whose values no kernel computes."""
-    values = (
-        replace(v, expr=None, why="it is kept for the backward pass") if v.name in names else v for v in program.values
-    )
+    values = (replace(v, expr=None, why=why) if v.name in names else v for v in program.values)
     return replace(program, values=tuple(values))
 
 

@@ -357,7 +357,7 @@ def test_streamed_equals_written(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     e, passes = LAWS[name]
     fused = Fused((Output("out", (ROWS,), "f64", e),))
     loops, stores, notes = stream.stream(fused, "f64")
-    plan = build_plan("k", stream.parallel_axes(fused), loops, stores, notes, "f64", HOPPER)
+    plan = build_plan(stream.parallel_axes(fused), loops, stores, notes, "f64", HOPPER)
     verify_plan(plan)
     want = np.broadcast_to(_Evaluator(KNOWN).at(e, (ROWS,)), (3,))
     for side in (1, 3, 4, 16):
@@ -375,7 +375,7 @@ def test_exponents_never_overflow(scale: float, monkeypatch: pytest.MonkeyPatch)
     fused = Fused((Output("out", (ROWS,), "f64", over("sum", o("mul", o("exp", o("sub", f, lse_of())), g))),))
     known = {**KNOWN, "f": KNOWN["f"] * scale}
     loops, stores, notes = stream.stream(fused, "f64")
-    plan = build_plan("k", stream.parallel_axes(fused), loops, stores, notes, "f64", HOPPER)
+    plan = build_plan(stream.parallel_axes(fused), loops, stores, notes, "f64", HOPPER)
     weights = np.exp(known["f"] - known["f"].max())
     want = (weights * known["g"]).sum() / weights.sum()
     for side in (1, 4):

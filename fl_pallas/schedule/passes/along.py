@@ -30,13 +30,13 @@ def take_along(
     kernels: list[Fused] = []
     pointwise = {v.name: v for v in program.values if v.expr is not None and not reductions(v.expr)}
     for kernel in first:
-        found = {name: o for name, v in pointwise.items() if (o := _of_what_is_loaded(v, kernel, pointwise))}
+        others = ((name, v) for name, v in pointwise.items() if name not in taken)
+        found = {name: o for name, v in others if (o := _of_what_is_loaded(v, kernel, pointwise))}
         read = {r for m in region.members for r in program.by_name[m].reads} - {*region.members}
         added = [
             o
             for name, o in found.items()
-            if name not in taken
-            and not pointwise[name].is_view
+            if not pointwise[name].is_view
             and _is_needed(program, name, taken | found.keys())
             and not depends(program, read, {name})
         ]

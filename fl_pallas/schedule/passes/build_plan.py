@@ -5,14 +5,15 @@ from __future__ import annotations
 from ...errors import Unsupported
 from ..expr import Axis, Expr, free_axes
 from ..plan import Accumulator, KernelPlan, Loop, Store
+from ..remember import remembered
 from ..scan import scanned_axes
 from ..target import Target
 from .bound_loops import bound_loop
 from .choose import choose, product_bytes, roles
 
 
+@remembered
 def build_plan(
-    name: str,
     parallel: tuple[Axis, ...],
     loops: tuple[Loop, ...],
     stores: tuple[Store, ...],
@@ -20,7 +21,7 @@ def build_plan(
     compute: str,
     target: Target,
 ) -> KernelPlan:
-    """Accumulators and stores → the plan of one kernel.
+    """Accumulators and stores → the plan of one kernel, without a name.
 
     Axes whose tile covers them whole (features, head dimensions) are no loops and take no grid
     dimension: the paper's tiling-aware dimension elimination.
@@ -32,12 +33,12 @@ def build_plan(
     kinds = roles(parallel, loops, stores)
     scanned = scanned_axes(exprs)
     if scanned & {*kinds.batch}:
-        raise Unsupported(name, "a running sum goes along an axis that is taken one index at a time")
+        raise Unsupported("a kernel", "a running sum goes along an axis that is taken one index at a time")
     choices, *others = choose(kinds, loops, stores, product_bytes(kinds, loops, stores), target, scanned)
     tiled = frozenset(a for c in (choices, *others) for a, n in c.tiles if n > 1)
     used = frozenset().union(*(free_axes(e) for e in exprs), *(s.axes for s in stores))
     grid = tuple(a for a in parallel if a.extent > 1 and a in used)
     bounded = tuple(bound_loop(loop, tiled) for loop in loops)
     return KernelPlan(
-        name, grid, kinds.features, bounded, stores, compute, choices, tuple(others), tuple(dict.fromkeys(notes))
+        "", grid, kinds.features, bounded, stores, compute, choices, tuple(others), tuple(dict.fromkeys(notes))
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Set
@@ -23,6 +22,7 @@ from ..inner import (
     power_of_two,
 )
 from ..plan import Accumulator, Anchor, Choices, Loop, Store
+from ..remember import remembered
 from ..scan import BLOCK, RUNNING, scanned_axes
 from ..target import Target
 
@@ -49,6 +49,7 @@ class Roles:
     column: Axis | None = None
 
 
+@remembered
 def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> Roles:
     """Sort the parallel axes of a kernel into features, row and batch."""
     axes = [a for a in parallel if a.extent > 1]
@@ -474,7 +475,7 @@ def _largest(e: Expr, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int:
     return max(sizes, default=0)
 
 
-@functools.lru_cache(maxsize=256)
+@remembered
 def _tiles_of(e: Expr, tiled: frozenset[Axis]) -> _Tiles:
     """What is asked for each choice of sides; the factors of a product are never multiplied out."""
     over, sides = [free_axes(e)], factors(e)

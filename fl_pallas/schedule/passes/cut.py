@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 from ..build import rewrite, substitute
 from ..dtype import compute_dtype, is_float
-from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, index, load, loads, reductions, ref, walk
+from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, index, load, loads, reductions, ref, sources, walk
 from ..integer import bounds
 from ..program import Value
+from ..remember import remembered
 from .fuse import Fused, Output, join_group, labels
 from .share import renaming
 from .stream import MAX_COVERED, parallel_axes, streamed
@@ -183,7 +184,7 @@ def _joined(piece: list[Output], kernel: list[Output]) -> list[Output] | None:
 
 
 def _reads(kernel: list[Output]) -> set[str]:
-    return {n.source for o in kernel for n in loads(o.expr)}
+    return {name for o in kernel for name in sources(o.expr)}
 
 
 def _ordered(kernels: list[list[Output]]) -> tuple[Fused, ...] | None:
@@ -200,7 +201,8 @@ def _ordered(kernels: list[list[Output]]) -> tuple[Fused, ...] | None:
     return tuple(Fused(tuple(k)) for k in ordered)
 
 
-def _repeated(fused: Fused) -> list[_Cut]:
+@remembered
+def _repeated(fused: Fused) -> tuple[_Cut, ...]:
     parallel = frozenset(parallel_axes(fused))
     found: dict[Reduce, set[str] | None] = {}
     for o in fused.outputs:
@@ -215,13 +217,13 @@ def _repeated(fused: Fused) -> list[_Cut]:
     found = {r: names for r, names in found.items() if not _is_of_stored_rows(r, found)}
     whole = _reduced_whole(fused, found)
     if whole:
-        return [_Cut(e, _laid(e, parallel, False)) for e in whole]
+        return tuple(_Cut(e, _laid(e, parallel, False)) for e in whole)
     # Outer reductions contain inner ones: the outermost leads, with what else has its shape.
     ordered = sorted(found, key=lambda r: sum(r in reductions(s) for s in found))
     # What has the axes of another lies as that does: one kernel makes both.
     whole = {free_axes(r) for r in found if not _is_part(fused, r)}
     named = {r: names if names is None else frozenset(names) for r, names in found.items()}
-    return [_Cut(r, _laid(r, parallel, free_axes(r) not in whole), named[r]) for r in ordered]
+    return tuple(_Cut(r, _laid(r, parallel, free_axes(r) not in whole), named[r]) for r in ordered)
 
 
 def _is_of_stored_rows(r: Reduce, found: Container[Reduce]) -> bool:

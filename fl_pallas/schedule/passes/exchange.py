@@ -28,11 +28,13 @@ from ..expr import (
     load,
     loads,
     reductions,
+    sources,
     walk,
 )
 from ..integer import floordiv, from_linear, is_inside, linear
 from ..laws import is_narrow
 from ..program import Program, Value
+from ..remember import remembered
 from .fuse import Fused, Output
 from .residual import with_residuals
 from .resolve_views import inlined
@@ -255,6 +257,8 @@ def _exchanged(r: Expr, known: _Known) -> tuple[Reduce, Binding, tuple[Expr, ...
     """
     if not isinstance(r, Reduce) or r.kind != "sum" or r.axis.extent != known.sum.axis.extent:
         return None
+    if not sources(known.sum) <= sources(r):
+        return None
     own = _factors(r.body)
     for n, inner in enumerate(own):
         if not isinstance(inner, Reduce) or inner.kind != "sum":
@@ -307,6 +311,7 @@ def _solved(i: Expr, axis: Axis) -> Binding:
     return {e.axis: from_linear(({index(axis): step}, -step * constant), i.dtype)}
 
 
+@remembered
 def _factors(e: Expr) -> tuple[Expr, ...]:
     if isinstance(e, Op) and e.name == "mul":
         return (*_factors(e.args[0]), *_factors(e.args[1]))

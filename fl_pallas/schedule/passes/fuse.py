@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..build import op, row_major, substitute
 from ..dtype import is_float
-from ..expr import Axis, Expr, Reduce, free_axes, index, loads, reductions
+from ..expr import Axis, Expr, Reduce, free_axes, index, loads, reductions, sources
 from ..program import PART, Program, Value
 from .region import Region
 from .resolve_views import inlined, root_of
@@ -142,7 +142,7 @@ def renamed(v: Value, axes: tuple[tuple[Axis, ...], ...]) -> Output:
 
 def _what(n: Expr) -> tuple[str, frozenset[str]]:
     """What a reduction, or a load, is by any names of its axes."""
-    return n.kind if isinstance(n, Reduce) else "", frozenset(m.source for m in loads(n))
+    return n.kind if isinstance(n, Reduce) else "", sources(n)
 
 
 def labels(e: Expr) -> list[Expr]:

@@ -10,6 +10,7 @@ from ..build import substitute
 from ..dtype import is_float
 from ..expr import Axis, Expr, Reduce, Ref, children, free_axes, index, load, loads, ref_names, walk
 from ..plan import Accumulator, Choices, Loop, Step, Store
+from ..remember import remembered
 from .choose import roles
 from .fuse import Fused, Output
 from .stream import parallel_axes, stream
@@ -17,6 +18,7 @@ from .stream import parallel_axes, stream
 Kernel = tuple[tuple[Loop, ...], tuple[Store, ...]]
 
 
+@remembered
 def part_outputs(fused: Fused, compute: str) -> tuple[Fused, ...]:
     """Before: one kernel whose outputs reuse what they load along different axes. After: one for each such axis.
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ..build import substitute
 from ..dtype import is_float, itemsize
-from ..expr import Axis, Expr, Reduce, free_axes, index, load, loads, reductions, ref_names, walk
+from ..expr import Axis, Expr, Reduce, free_axes, index, load, loads, reductions, ref_names, sources, walk
 from ..inner import as_product, power_of_two
 from ..interior import substituted
 from ..plan import Accumulator, Choices, KernelPlan, Loop, Store
@@ -129,7 +129,11 @@ def _multiplies(e: Expr, tiled: frozenset[Axis]) -> bool:
 def renaming(e: Expr, other: Expr) -> dict[Axis, Axis] | None:
     """The axis of `e` for each of `other` with which they are the same; None if there are none."""
     own, theirs = list(free_axes(e)), list(free_axes(other))
-    if sorted(a.extent for a in own) != sorted(a.extent for a in theirs) or len(own) > MAX_RENAMED:
+    if (
+        not sources(other) <= sources(e)
+        or sorted(a.extent for a in own) != sorted(a.extent for a in theirs)
+        or len(own) > MAX_RENAMED
+    ):
         return None
     for pick in itertools.permutations(theirs):
         if all(a.extent == b.extent for a, b in zip(own, pick, strict=True)):

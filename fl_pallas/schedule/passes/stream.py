@@ -31,6 +31,7 @@ from ..laws import (
     split_sum,
 )
 from ..plan import Accumulator, Anchor, Loop, Step, Store, held_dtype
+from ..remember import remembered
 from .fuse import Fused
 
 # Comparisons, and what they are with their sides exchanged; and those that hold where they do not (NaN aside).
@@ -66,6 +67,7 @@ def parallel_axes(fused: Fused) -> tuple[Axis, ...]:
     return tuple(dict.fromkeys(a for o in fused.outputs for a in o.axes))
 
 
+@remembered
 def stream(fused: Fused, compute: str) -> tuple[tuple[Loop, ...], tuple[Store, ...], tuple[str, ...]]:
     """Reductions → (loops of accumulators with corrections, stores in their terms, notes)."""
     state = _Streams(compute, parallel_axes(fused))

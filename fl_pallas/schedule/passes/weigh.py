@@ -21,6 +21,7 @@ from ..inner import (
 )
 from ..integer import linear
 from ..plan import Accumulator, Choices, KernelPlan, bounds_of
+from ..remember import remembered
 from ..target import Target
 from .choose import COSTLY
 from .lay_out import touched_by
@@ -66,6 +67,11 @@ def cycles(plan: KernelPlan, target: Target, once: bool = False) -> float:
     Args:
       once: whether to count as if no element were computed again.
     """
+    return _cycles(replace(plan, name="", others=(), notes=()), target, once)
+
+
+@remembered
+def _cycles(plan: KernelPlan, target: Target, once: bool) -> float:
     tiles = dict(plan.choices.tiles)
     work = loaded = 0.0
     multiplies = False
