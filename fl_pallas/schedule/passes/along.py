@@ -28,10 +28,11 @@ def take_along(
     Returns: the region, with what it makes now as well; the kernels.
     """
     kernels: list[Fused] = []
+    made: dict[str, Value] = {}
     pointwise = {v.name: v for v in program.values if v.expr is not None and not reductions(v.expr)}
     for kernel in first:
         others = ((name, v) for name, v in pointwise.items() if name not in taken)
-        found = {name: o for name, v in others if (o := _of_what_is_loaded(v, kernel, pointwise))}
+        found = {name: o for name, v in others if (o := _of_what_is_loaded(v, kernel, pointwise, made))}
         read = {r for m in region.members for r in program.by_name[m].reads} - {*region.members}
         added = [
             o
@@ -48,7 +49,7 @@ def take_along(
     return region, tuple(kernels)
 
 
-def _of_what_is_loaded(v: Value, kernel: Fused, pointwise: dict[str, Value]) -> Output | None:
+def _of_what_is_loaded(v: Value, kernel: Fused, pointwise: dict[str, Value], made: dict[str, Value]) -> Output | None:
     """`v` over the axes of a kernel's rows and one of its features; None if it takes other loads than the kernel's."""
     if v.expr is None or not is_float(v.dtype):
         return None
@@ -59,7 +60,7 @@ def _of_what_is_loaded(v: Value, kernel: Fused, pointwise: dict[str, Value]) -> 
     groups = _grouped(v.shape, own)
     if groups is None:
         return None
-    out = renamed(replace(v, expr=inlined(v.expr, pointwise)), groups)
+    out = renamed(replace(v, expr=inlined(v.expr, pointwise, made)), groups)
     known = {_place(n, rows) for o in kernel.outputs for n in loads(o.expr)}
     read = {_place(n, rows) for n in loads(out.expr)}
     return out if read and read <= known else None

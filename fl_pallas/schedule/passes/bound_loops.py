@@ -15,6 +15,7 @@ from ..expr import Axis, Const, Expr, Index, Op, Reduce, Ref, children, const, f
 from ..integer import Linear, bounds, linear
 from ..interior import constants
 from ..plan import Accumulator, Anchor, Interior, Loop, Step
+from ..remember import remembered
 
 Range = tuple[Expr | None, Expr | None]  # first index that can contribute, and one past the last
 _EMPTY_HIGH = const(0, "i64")
@@ -89,6 +90,7 @@ def contributes(update: Expr, kind: str, finite: frozenset[str] = frozenset()) -
     return TRUE
 
 
+@remembered
 def _unless(e: Expr, identity: float, finite: frozenset[str]) -> Expr:
     """A condition that holds wherever `e` differs from `identity` (0, inf or -inf)."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..build import dimensions, negate, op, reduce, rewrite, row_major, select, substitute, with_children
 from ..dtype import is_float
@@ -41,6 +41,8 @@ from .resolve_views import inlined
 
 # Ways of pairing the factors of two products that are looked at.
 MAX_PAIRINGS = 120
+# Terms of a sum that are looked at.
+MAX_TERMS = 64
 Binding = dict[Axis, Expr]
 
 
@@ -63,9 +65,10 @@ def exchange(
     known = sorted((k for f in facts for k in _known(f)), key=lambda k: len(k.axes) > len(k.place))
     if not known:
         return (), groups
-    sums = _Sums(known, name, compute, {})
+    sums = _Sums(known, name, compute)
     pointwise = _written_out(groups, program)
-    told = {r: sums.of(inlined(r, pointwise)) for r in dict.fromkeys(found)}
+    made: dict[str, Value] = {}
+    told = {r: sums.of(inlined(r, pointwise, made)) for r in dict.fromkeys(found)}
     held: dict[Expr, Expr] = {r: e for r, e in told.items() if e is not None}
     if not held:
         return (), groups
@@ -75,8 +78,8 @@ def exchange(
         if o.name in asked:  # and not for a sum another term of which is not known
             first.setdefault(o.axes, []).append(o)
     rest = tuple(Fused(tuple(replace(o, expr=substitute(o.expr, {}, held)) for o in g.outputs)) for g in groups)
-    made = {f.name: f for f in facts if isinstance(f.expr, Reduce)}
-    near = {e: _by_own_sum(r, made) for r, e in held.items() if isinstance(e, Load) and isinstance(r, Reduce)}
+    whole = {f.name: f for f in facts if isinstance(f.expr, Reduce)}
+    near = {e: _by_own_sum(r, whole) for r, e in held.items() if isinstance(e, Load) and isinstance(r, Reduce)}
     rest = with_residuals(rest, near)
     return tuple(Fused(tuple(outputs)) for outputs in first.values()), rest
 
@@ -184,19 +187,29 @@ class _Sums:
       name: begins the names of what is made of it.
       compute: the type of that.
       made: what has been made so far, by what it is.
+      asked: what has become of each sum that was asked for.
     """
 
     known: Sequence[_Known]
     name: str
     compute: str
-    made: dict[Expr, Output]
+    made: dict[Expr, Output] = field(default_factory=dict)
+    asked: dict[Expr, Expr | None] = field(default_factory=dict)
 
     def of(self, r: Expr) -> Expr | None:
         """`r` by loads of what is made of known sums: whole, or term by term; None if it is not known."""
+        return self._of(r, [MAX_TERMS])
+
+    def _of(self, r: Expr, left: list[int]) -> Expr | None:
+        """`r`, a term of what was asked for, of which so many more may be looked at: products of sums have as many as
+        the product of their lengths."""
         if not isinstance(r, Reduce) or r.kind != "sum":
             return None
-        short = next((s for k in self.known if (s := _exchanged(r, k)) is not None), None)
-        return self._term_by_term(r) if short is None else self._loaded(*short)
+        if r not in self.asked and left[0]:
+            left[0] -= 1
+            short = next((s for k in self.known if (s := _exchanged(r, k)) is not None), None)
+            self.asked[r] = self._term_by_term(r, left) if short is None else self._loaded(*short)
+        return self.asked.get(r)
 
     def _loaded(self, short: Reduce, place: Binding, others: tuple[Expr, ...]) -> Expr:
         """A load of what a kernel of its own stores, which makes `short` of the axes of `place`; times `others`."""
@@ -210,19 +223,20 @@ class _Sums:
             result = op("mul", result, e, dtype=self.compute)
         return result
 
-    def _term_by_term(self, r: Reduce) -> Expr | None:
+    def _term_by_term(self, r: Reduce, left: list[int]) -> Expr | None:
         """Σ (a + b) p as Σ a p + Σ b p, and, of heads put together, Σ (a where c, else 0) p as Σ a p where c."""
         factors = _factors(r.body)
         for n, e in enumerate(factors):
             rest = (*factors[:n], *factors[n + 1 :])
             if isinstance(e, Op) and e.name == "add" and is_float(e.dtype):
-                terms = [t for a in e.args if (t := self.of(_product(r, (a, *rest)))) is not None]
-                return op("add", *terms, dtype=self.compute) if len(terms) == len(e.args) else None
+                terms = (self._of(_product(r, (a, *rest)), left) for a in e.args)
+                known = [t for t in itertools.takewhile(lambda t: t is not None, terms) if t is not None]
+                return op("add", *known, dtype=self.compute) if len(known) == len(e.args) else None
             if isinstance(e, Op) and e.name == "select" and r.axis not in free_axes(e.args[0]):
                 condition, a, other = children(_canonical(e))
                 if isinstance(other, Const) and other.value == 0:
                     there, back = _where(condition)
-                    known = self.of(substitute(_product(r, (a, *rest)), there))
+                    known = self._of(substitute(_product(r, (a, *rest)), there), left)
                     if known is None:
                         return None
                     return select(condition, substitute(known, back), const(0.0, self.compute))
@@ -351,6 +365,7 @@ def _pairings(
                 yield found, (factor, *order), left
 
 
+@remembered
 def _canonical(e: Expr) -> Expr:
     """`e` with its selections the right way round: the constant last."""
 
@@ -372,6 +387,21 @@ def _unify(known: Expr, other: Expr, binding: Binding) -> bool:
 
     The terms of arithmetic on indices come in any order: it tells of one axis, once all others are bound.
     """
+    return _unified(known, other, binding, {})
+
+
+def _unified(known: Expr, other: Expr, binding: Binding, alike: dict[tuple[Expr, Expr], int]) -> bool:
+    """`_unify`, where pairs are `alike` that were found so when so many axes were bound: what is part of many others is
+    looked at once."""
+    if alike.get((known, other)) == len(binding):
+        return True
+    same = _are_alike(known, other, binding, alike)
+    if same:
+        alike[known, other] = len(binding)
+    return same
+
+
+def _are_alike(known: Expr, other: Expr, binding: Binding, alike: dict[tuple[Expr, Expr], int]) -> bool:
     if isinstance(known, Index):
         return binding.setdefault(known.axis, other) is other
     if isinstance(known, Const):
@@ -383,7 +413,7 @@ def _unify(known: Expr, other: Expr, binding: Binding) -> bool:
             return False
         outer = binding.pop(known.axis, None)
         binding[known.axis] = index(other.axis)
-        same = _unify(known.body, other.body, binding)
+        same = _unified(known.body, other.body, binding, {})
         del binding[known.axis]
         if outer is not None:
             binding[known.axis] = outer
@@ -396,7 +426,7 @@ def _unify(known: Expr, other: Expr, binding: Binding) -> bool:
     if isinstance(known, Load) and isinstance(other, Load) and known.source != other.source:
         return False
     pairs: Iterator[tuple[Expr, Expr]] = zip(children(known), children(other))
-    return all(_unify(a, b, binding) for a, b in pairs)
+    return all(_unified(a, b, binding, alike) for a, b in pairs)
 
 
 def _solve(known: Expr, other: Expr, binding: Binding) -> None:

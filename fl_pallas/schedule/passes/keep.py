@@ -118,7 +118,8 @@ def keep(
     seen_as = (v for v in whole.values if sums.get(root_of(whole, v.name)) == v.numel and v.name not in later)
     ordered = sorted(seen_as, key=lambda v: not (v.name in forward and _lies_as_made(whole, v)))
     unsaved = {v.name: v for v in whole.values if v.expr is not None and v.name not in saved and v.op != PART}
-    facts = tuple(replace(v, expr=inlined(v.expr, unsaved)) for v in ordered if v.expr is not None)
+    made: dict[str, Value] = {}
+    facts = tuple(replace(v, expr=inlined(v.expr, unsaved, made)) for v in ordered if v.expr is not None)
     known = _used(whole, backward, saved, facts) | {f.name for f in facts if f.name in saved}
     again = {root_of(whole, r) for v in whole.values if v.name in seen - saved - later for r in v.reads}
     widest = max(whole.by_name[name].numel for name in forward)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..build import substitute
 from ..dtype import is_float, is_int, itemsize
-from ..expr import Const, Expr, Load, Op, const, free_axes, load, loads, raw_op, reductions
+from ..expr import Const, Expr, Load, Op, const, free_axes, load, loads, raw_op, reductions, sources
 from ..program import Program, Value, reads_of
 from .whole import in_floats
 
@@ -21,9 +21,40 @@ def inline_load(node: Load, value: Value) -> Expr:
     return substitute(value.expr, dict(zip(value.axes, node.index, strict=True)))
 
 
-def inlined(e: Expr, values: Mapping[str, Value]) -> Expr:
-    """`e` with its loads of `values` written out, and what those load of them; a load may be the index of another."""
-    while found := {n: inline_load(n, values[n.source]) for n in loads(e) if n.source in values}:
+def inlined(e: Expr, values: Mapping[str, Value], made: dict[str, Value] | None = None) -> Expr:
+    """`e` with its loads of `values` written out, and what those load of them; a load may be the index of another.
+
+    Args:
+      made: those of `values` that have been written out before; further ones are added.
+    """
+    made = {} if made is None else made
+    wanted, stack = set[str](), [*sources(e)]
+    while stack:
+        name = stack.pop()
+        if name in values and name not in made and name not in wanted:
+            wanted.add(name)
+            stack += values[name].reads
+    for name in _in_order(wanted, values):
+        v = values[name]
+        assert v.expr is not None
+        made[name] = replace(v, expr=_replaced(v.expr, made))
+    return _replaced(e, made)
+
+
+def _in_order(names: Set[str], values: Mapping[str, Value]) -> list[str]:
+    """Names, each behind those that its value reads."""
+    ordered: dict[str, None] = {}
+    stack = [*names]
+    while stack:
+        before = [r for r in values[stack[-1]].reads if r in names and r not in ordered]
+        stack += before
+        if not before:
+            ordered[stack.pop()] = None
+    return [*ordered]
+
+
+def _replaced(e: Expr, made: Mapping[str, Value]) -> Expr:
+    while found := {n: inline_load(n, made[n.source]) for n in loads(e) if n.source in made}:
         e = substitute(e, {}, dict(found))
     return e
 
