@@ -66,10 +66,10 @@ class Evaluator(Context):
         return running(self, e) if e.name in RUNNING else elementwise(self, e)
 
     def _ref(self, name: str) -> Tile:
-        for s in reversed(self.scopes):
-            if name in s.refs:
-                return s.refs[name]
-        raise ScheduleError(f"reference {name} has no value here")
+        tile = next((s.refs[name] for s in reversed(self.scopes) if name in s.refs), None)
+        if tile is None:
+            raise ScheduleError(f"reference {name} has no value here")
+        return tile
 
     def _widened(self, x: Array, dtype: str) -> Array:
         if is_float(dtype):

@@ -94,7 +94,7 @@ class Loops:
     def _probe(self, loop: Loop) -> Scope:
         """The scope of an iteration, of which no more is asked than what it binds."""
         side = self.plan.choices.tile(loop.axis) or 1
-        return Scope({loop.axis: jnp.int32(0)}, {loop.axis: side}, dict.fromkeys(_names(loop)))  # type: ignore[arg-type]
+        return Scope({loop.axis: jnp.int32(0)}, {loop.axis: side}, dict.fromkeys(_names(loop)))
 
     def _hoist(self, loop: Loop) -> None:
         """Evaluate what is the same in all iterations of a loop."""
@@ -171,7 +171,7 @@ class Loops:
 
         def tile(n: Array, carry: Carry, interior: Array | bool = False, whole: bool = True) -> Carry:
             scope = ev.push({loop.axis: n * jnp.int32(side)}, {loop.axis: side})
-            scope.refs.update(dict.fromkeys(_names(loop)))  # type: ignore[arg-type]
+            scope.refs.update(dict.fromkeys(_names(loop)))
             scope.whole = frozenset((loop.axis,)) if whole else frozenset()
             scope.bare, scope.interior = unmasked, interior
             new = tuple(self._step(s, old, loop.axis, scope) for s, old in zip(loop.steps, carry, strict=True))

@@ -66,7 +66,7 @@ class Scope:
     Attributes:
       starts: the first indices of the axes bound here.
       sides: widths of their tiles.
-      refs: references that have a value here.
+      refs: references that are bound here; None as long as they have no value.
       whole: axes whose current tile is known to lie inside of them.
       bare: what expressions are where `interior` holds, for masks let the tile through whole there.
       interior: a boolean, of which the program may know the value before it runs.
@@ -74,7 +74,7 @@ class Scope:
 
     starts: dict[Axis, Array]
     sides: dict[Axis, int]
-    refs: dict[str, Tile]
+    refs: dict[str, Tile | None]
     whole: frozenset[Axis] = frozenset()
     bare: Mapping[Expr, Expr] = field(default_factory=dict)
     interior: Array | bool = False
