@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..build import substitute
 from ..dtype import is_float, is_int
-from ..expr import Axis, Expr, Index, Load, Op, const, free_axes, loads, reductions, walk
+from ..expr import Axis, Expr, Index, Load, Op, free_axes, loads, outer_loads, reductions, walk
 from ..program import Program, Value, depends
 from .resolve_views import inline_load, root_of
 from .whole import is_in_floats
@@ -530,8 +530,7 @@ def _path(program: Program, v: Value) -> tuple[bool, bool]:
 def _meets(program: Program, u: Value, path: set[str]) -> bool:
     """Whether a sum over values of `path` is put together with one of them again (the gradient of a bias is not)."""
     assert u.expr is not None
-    rest = substitute(u.expr, {}, {r: const(0, r.dtype) for r in reductions(u.expr)})
-    if any(n.source in path for n in loads(rest)):
+    if any(n.source in path for n in outer_loads(u.expr)):
         return True
     below = {u.name}
     for value in program.values:
