@@ -10,9 +10,9 @@ from ..build import COMPARISONS, dimensions, reduce_over, rewrite, row_major, su
 from ..dtype import is_int
 from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, free_axes, index, loads, reductions, walk
 from ..inner import factors
+from .covered import MAX_COVERED, is_batch_sum, is_covered
 from .cut import MAX_GROWTH, is_larger_than
 from .fuse import Fused, Output
-from .stream import MAX_COVERED, is_batch_sum, is_covered
 
 # Operations that put one position beside another.
 _POSITIONS = ("add", "sub", *COMPARISONS)
