@@ -26,8 +26,8 @@ from .errors import Unsupported
 from .explain import Explanation, Fallback, Graph, Stage
 from .fallback import NoRoad, enabled, moved, nbytes, refused, report, unfit
 from .realise import copied, device_of, functional, has_inductor, large, realised, scheduled
+from .schedule.passes.blow_ups import given_or_returned
 from .schedule.passes.hand_on import handed_on
-from .schedule.passes.joins import given_or_returned
 from .schedule.passes.keep import inner, keep
 from .schedule.passes.vanish import vanishing
 from .schedule.pipeline import Schedule, computed_again

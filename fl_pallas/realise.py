@@ -24,7 +24,7 @@ from .errors import Unsupported
 from .explain import Fallback, Stage
 from .fallback import NoRoad, nbytes, refused_in
 from .kernels.triton import check_supported
-from .schedule.passes.joins import given_or_returned
+from .schedule.passes.blow_ups import given_or_returned
 from .schedule.passes.keep import inner
 from .schedule.pipeline import Schedule, schedule
 from .schedule.plan import KernelPlan

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from ..errors import Unsupported
 from ..schedule.build import substitute
 from ..schedule.expr import Expr, load, loads
-from ..schedule.passes.joins import given_or_returned
+from ..schedule.passes.blow_ups import given_or_returned
 from ..schedule.passes.keep import Compared, Kept
 from ..schedule.program import KEPT, Program, Value, left_to_pytorch, with_parameters
 from .aten import Opener

@@ -32,9 +32,7 @@ def _reduce(kind: str, x: Tensor, dim: Dims, keepdim: bool, dtype: str) -> At:
         axes = {d: fresh_axis(x.shape[d]) for d in dims}
         kept = iter(i for d, i in enumerate(idx) if d not in axes) if keepdim else iter(idx)
         e = x.at(tuple(index(axes[d]) if d in axes else next(kept) for d in range(len(x.shape))))
-        for d in reversed(dims):
-            e = build.reduce(kind, axes[d], e, dtype)
-        return e
+        return build.reduce_over(kind, [axes[d] for d in dims], e, dtype)
 
     return at
 
@@ -334,9 +332,7 @@ def _convolution_backward(
     places = [fresh_axis(n) for n in (g.shape[0], *g.shape[2:])]
 
     def summed(e: Expr) -> Expr:
-        for axis in reversed(places):
-            e = build.reduce("sum", axis, e, e.dtype)
-        return e
+        return build.reduce_over("sum", places, e, e.dtype)
 
     def at_channel(t: Tensor, channel: Expr, dtype: str) -> Expr:
         batch, *rest = map(index, places)

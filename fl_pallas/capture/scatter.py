@@ -145,10 +145,8 @@ def _sum(
 
 def _total(here: Expr, value: Expr, places: Sequence[Axis], dtype: str) -> Expr:
     """The sum over the places where values are `here`."""
-    total = build.select(here, build.cast(value, accumulator(dtype)), constant(0, accumulator(dtype)))
-    for place in reversed(places):
-        total = build.reduce("sum", place, total, total.dtype)
-    return build.cast(total, dtype)
+    counted = build.select(here, build.cast(value, accumulator(dtype)), constant(0, accumulator(dtype)))
+    return build.cast(build.reduce_over("sum", places, counted, counted.dtype), dtype)
 
 
 def _put(out: Spec, old: Expr, here: Expr, value: Expr, accumulate: bool) -> Expr:
@@ -188,9 +186,7 @@ def _any(wanted: Sequence[tuple[Expr, Expr, int]], places: Sequence[Axis], refus
     here: Expr = build.TRUE
     for target, i, n in wanted:
         here = every(here, integer("eq", target, wrapped(i, n)))
-    for place in reversed(places):
-        here = build.reduce("any", place, here, "bool")
-    return here
+    return build.reduce_over("any", places, here, "bool")
 
 
 def _index_put(out: Spec, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> At:

@@ -20,8 +20,13 @@ from ..schedule.plan import (
     step_expressions,
     without_maxima,
 )
+from .elementwise import combined, never
+from .evaluate import Evaluator
 from .native import read_once
-from .tile import JNP, Evaluator, Scope, Tile, identity_of, never
+from .products import side_tile
+from .reductions import identity_of, reduce_tile
+from .steady import hoist, steady_sides
+from .tile import JNP, Scope, Tile
 
 # What a loop's steps hold.
 Carry = tuple[Array, ...]
@@ -71,11 +76,11 @@ class Loops:
         """
         ev, carry = self.ev, tuple(self._initial(s) for s in loop.steps)
         ev.scopes.append(self._probe(loop))
-        sides = [] if ev.interpret else ev.steady_sides(e for s in loop.steps for e in step_expressions(s))
+        sides = [] if ev.interpret else steady_sides(ev, (e for s in loop.steps for e in step_expressions(s)))
         ev.pop()
         if not sides:
             return run(carry)
-        tiles = [ev.side_tile(s) for s in sides]
+        tiles = [side_tile(ev, s) for s in sides]
 
         def once(_: Array, state: tuple[list[Array], Carry]) -> tuple[list[Array], Carry]:
             arrays, carry = state
@@ -89,11 +94,11 @@ class Loops:
     def _probe(self, loop: Loop) -> Scope:
         """The scope of an iteration, of which no more is asked than what it binds."""
         side = self.plan.choices.tile(loop.axis) or 1
-        return Scope({loop.axis: jnp.int32(0)}, {loop.axis: side}, dict.fromkeys(_names(loop)))  # type: ignore[arg-type]
+        return Scope({loop.axis: jnp.int32(0)}, {loop.axis: side}, dict.fromkeys(_names(loop)))
 
     def _hoist(self, loop: Loop) -> None:
         """Evaluate what is the same in all iterations of a loop."""
-        self.ev.hoist((e for s in loop.steps for e in step_expressions(s)), self._probe(loop))
+        hoist(self.ev, (e for s in loop.steps for e in step_expressions(s)), self._probe(loop))
 
     def _guessed(self, loop: Loop, carry: Carry) -> Carry:
         """A loop about guesses of its maxima; and about running ones, where those were too far off."""
@@ -133,7 +138,7 @@ class Loops:
         made: dict[str, Tile] = {}
         for s in loop.steps:
             if isinstance(s, Accumulator) and s.name in bits:
-                largest = ev.reduce_tile(s.kind, s.update, loop.axis, s.dtype, keep_nan=False)
+                largest = reduce_tile(ev, s.kind, s.update, loop.axis, s.dtype, keep_nan=False)
                 x = jnp.where(largest.array > HIDDEN / bits[s.name], largest.array, 0) + above / bits[s.name]
                 made[s.name] = Tile(x, largest.axes)
         ev.pop()
@@ -166,7 +171,7 @@ class Loops:
 
         def tile(n: Array, carry: Carry, interior: Array | bool = False, whole: bool = True) -> Carry:
             scope = ev.push({loop.axis: n * jnp.int32(side)}, {loop.axis: side})
-            scope.refs.update(dict.fromkeys(_names(loop)))  # type: ignore[arg-type]
+            scope.refs.update(dict.fromkeys(_names(loop)))
             scope.whole = frozenset((loop.axis,)) if whole else frozenset()
             scope.bare, scope.interior = unmasked, interior
             new = tuple(self._step(s, old, loop.axis, scope) for s, old in zip(loop.steps, carry, strict=True))
@@ -234,10 +239,10 @@ class Loops:
         axes = ev.sorted_axes(step.axes)
         if isinstance(step, Accumulator):
             # The sums taken about a maximum turn NaN by themselves; the maximum need not.
-            part = ev.reduce_tile(step.kind, step.update, axis, step.dtype, step.name not in self.references)
+            part = reduce_tile(ev, step.kind, step.update, axis, step.dtype, step.name not in self.references)
             part = ev.spread(part, axes).astype(old.dtype)
             before = old if step.correct is None else ev.spread(ev.eval(step.correct), axes)
-            new = ev.combined(step.kind, before, part)
+            new = combined(ev, step.kind, before, part)
         else:
             value = ev.spread(ev.eval(step.value), axes)
             new = jnp.where(jnp.abs(value) < jnp.inf, value, old)
@@ -245,7 +250,7 @@ class Loops:
         return new
 
     def _initial(self, step: Step) -> Array:
-        shape = tuple(self.ev.side(a) for a in self.ev.sorted_axes(step.axes))
+        shape = self.ev.shape(self.ev.sorted_axes(step.axes))
         if isinstance(step, Accumulator):
             return jnp.full(shape, identity_of(step.kind, self._held(step)))
         return jnp.zeros(shape, JNP[self.plan.compute])

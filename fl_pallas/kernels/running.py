@@ -12,7 +12,13 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ..errors import Unsupported
+from ..schedule.build import op, select
+from ..schedule.dtype import itemsize
+from ..schedule.expr import Op, const, free_axes
+from ..schedule.scan import BACK, BLOCK, WHOLE, scanned_axis
 from .native import opaque, summed_from_the_end
+from .tile import Context, Tile
 
 # As many numbers of bfloat16 hold all bits of a float32; of what PyTorch would round to 16 bits, fewer hold enough.
 PARTS, NARROW_PARTS = 3, 2
@@ -20,6 +26,34 @@ PARTS, NARROW_PARTS = 3, 2
 LEAST, MOST = 16, 128
 # What an infinity, its opposite and what is no number count for: as many as a tile may hold of them do not add up.
 _PLUS, _MINUS, _NAN = 1.0, 256.0, 65536.0
+
+
+def running(ctx: Context, e: Op) -> Tile:
+    """What comes before the tile, or after it, and what the tile itself has up to each of its indices."""
+    body, place, before, count = e.args
+    axis = scanned_axis(e)
+    back, whole = e.name in BACK, e.name in WHOLE
+    axes = ctx.sorted_axes(free_axes(body) | free_axes(before) | {axis})
+    start, side = ctx.start(axis), ctx.side(axis)
+    if side < min(BLOCK, axis.extent):
+        raise Unsupported("a running sum", "its blocks are wider than tiles")
+    at = axes.index(axis)
+    inside = op("lt", place, count, dtype="bool")
+    x = ctx.spread(ctx.eval(select(inside, body, const(0.0, body.dtype))), axes)
+    within = ctx.within(axis)
+    if within is not None:
+        x = jnp.where(ctx.spread(within, axes), x, jnp.zeros_like(x))
+    sums = running_sums(x, at, back, whole, itemsize(e.dtype) == 2, ctx.interpret, ctx.blocks is not None)
+    first = jnp.int32(0) if start is None else start
+    last = jnp.minimum(first + jnp.int32(side - 1), ctx.extent32(axis) - jnp.int32(1))
+    ctx.push({axis: last if back else first}, {axis: 1})
+    try:
+        outer = ctx.eval(before)
+        others = tuple(a for a in axes if a != axis)
+        outer = Tile(ctx.spread(outer, others), others)
+    finally:
+        ctx.pop()
+    return Tile(sums + ctx.spread(outer, axes), axes)
 
 
 def running_sums(x: Array, along: int, back: bool, whole: bool, narrow: bool, interpret: bool, native: bool) -> Array:

@@ -34,9 +34,11 @@ from ..schedule.plan import (
 )
 from ..schedule.scan import RUNNING
 from .blocks import Blocks
+from .evaluate import Evaluator
+from .loads import address
 from .loops import Loops
 from .pointwise import POINTWISE
-from .tile import FIRST, JNP, Evaluator, Operand, Scope, Tile, seen
+from .tile import FIRST, JNP, Operand, Scope, Tile, seen
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ class _Program:
         return self.ev.spread(self.ev.eval(store.expr), self.ev.sorted_axes(store.axes))
 
     def _store(self, store: Store, result: Operand, value: Array) -> None:
-        offset, inside = self.ev.address(result, store.index, self.ev.sorted_axes(store.axes))
+        offset, inside = address(self.ev, result, store.index, self.ev.sorted_axes(store.axes))
         if self.ev.interpret and inside is not None:
             # The interpreter writes back what it reads at masked-out places, which may be another element's;
             # past the end it writes nothing.

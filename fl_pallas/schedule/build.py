@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import Unsupported
@@ -321,6 +321,13 @@ def reduce(kind: str, axis: Axis, body: Expr, dtype: str) -> Expr:
     if target != axis:
         body = substitute(body, {axis: index(target)})
     return raw_reduce(kind, target, body, dtype)
+
+
+def reduce_over(kind: str, axes: Sequence[Axis], body: Expr, dtype: str) -> Expr:
+    """The reduction of `body` over several axes, the first of them outermost; as for `reduce`."""
+    for axis in reversed(axes):
+        body = reduce(kind, axis, body, dtype)
+    return body
 
 
 def row_major(indices: Iterable[Expr], axes: Iterable[Axis]) -> Expr:

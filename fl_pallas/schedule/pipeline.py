@@ -134,35 +134,28 @@ def _scheduled(
     taken = frozenset(m for region in growth.regions for m in region.members)
     for n, region in enumerate(growth.regions):
         groups = fuse(program, region)
-        for fused in groups:
-            record("fuse", partial(fused_text, fused))
+        _record_each(record, "fuse", groups)
         groups = tuple(map(by_cases, map(itself, groups)))
         groups = tuple(map(unflatten, groups))
-        for fused in groups:
-            record("unflatten", partial(fused_text, fused))
+        _record_each(record, "unflatten", groups)
         groups = tuple(map(picked, map(places, groups)))
         groups = tuple(map(split_reductions, groups))
-        for fused in groups:
-            record("split_reductions", partial(fused_text, fused))
+        _record_each(record, "split_reductions", groups)
         short, groups = short_first(*exchange(groups, program, facts, f"r{n}", compute))
         groups = tuple(without_divisions(fused, facts) for fused in groups)
         groups = tabulate(short, groups, f"r{n}", compute)
         region, along = take_along(program, region, taken, groups[: len(short)])
         groups = (*along, *groups[len(short) :])
         taken |= {*region.members}
-        for fused in groups:
-            record("without_divisions", partial(fused_text, fused))
+        _record_each(record, "without_divisions", groups)
         groups = tuple(map(expand_squares, groups))
-        for fused in groups:
-            record("expand_squares", partial(fused_text, fused))
+        _record_each(record, "expand_squares", groups)
         groups = tuple(map(interchange, map(by_distance, map(of_positions, groups))))
-        for fused in groups:
-            record("interchange", partial(fused_text, fused))
+        _record_each(record, "interchange", groups)
         tables, groups = look_up(groups, f"r{n}_p", compute, shapes)
         by_distance_alone, groups = look_up_distances(groups, f"r{n}_x")
         tables = (*tables, *by_distance_alone)
-        for fused in (*tables, *groups):
-            record("look_up", partial(fused_text, fused))
+        _record_each(record, "look_up", (*tables, *groups))
         kernels_of = functools.cache(partial(_made, program, region, f"r{n}", compute, shapes, target, tables))
 
         def plans_of(parts: tuple[Fused, ...], made: Callable[..., _Made] = kernels_of) -> tuple[KernelPlan, ...]:
@@ -174,8 +167,7 @@ def _scheduled(
             return plans_of(cut_apart(groups, name))
 
         whole, groups = groups, hold(groups, f"r{n}_h", compute, cut_plans_of, target)
-        for fused in groups:
-            record("hold", partial(fused_text, fused))
+        _record_each(record, "hold", groups)
         # What is cut may itself be computed many times over, from what can be stored (scores, before heads are mixed).
         held = len(groups) - len(whole)
         parts = hold(cut_apart(groups, f"r{n}"), f"r{n}_g", compute, plans_of, target, held)
@@ -184,8 +176,7 @@ def _scheduled(
         if not made.plans:
             continue
         regions.append(region)
-        for part in made.parts:
-            record("cut", partial(fused_text, part))
+        _record_each(record, "cut", made.parts)
         shapes |= made.shapes
         plans = store_multiplied(into_prologues(made.plans, region.outputs), f"r{n}_l")
         plans = lay_out_results(plans, region.outputs)
@@ -200,6 +191,11 @@ def _scheduled(
     if verify:
         verify_stores(plan for region in kernels for plan in region)
     return Schedule(program, tuple(regions), tuple(kernels), tuple(rejected))
+
+
+def _record_each(record: Record, stage: str, groups: tuple[Fused, ...]) -> None:
+    for fused in groups:
+        record(stage, partial(fused_text, fused))
 
 
 @dataclass(frozen=True)

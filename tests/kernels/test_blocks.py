@@ -15,13 +15,14 @@ from jax.experimental.pallas import triton as plgpu
 from torch import Tensor
 
 import fl_pallas as fl
-from fl_pallas.kernels import tile
+from fl_pallas.kernels import loads
 from fl_pallas.kernels.blocks import Block, Blocks, BlockShape, block_shape, flattened
 from fl_pallas.kernels.cubin import compile_ttir, simplified
 from fl_pallas.kernels.fit import fitting, otherwise
 from fl_pallas.kernels.lower import Lowered
+from fl_pallas.kernels.tile import Context
 from fl_pallas.schedule.build import op
-from fl_pallas.schedule.expr import Axis, Expr, Index, Op, const, index, raw_op, size
+from fl_pallas.schedule.expr import Axis, Expr, Index, Load, Op, const, index, raw_op, size
 from tests.kernels.test_cubins import kernels_made, kernels_of
 from tests.oracle import check_gradients, run_and_check
 
@@ -110,35 +111,35 @@ def test_which_types_and_sides() -> None:
 def emulated(monkeypatch: pytest.MonkeyPatch) -> list[Block]:
     """Interpreted kernels gather what descriptors would be asked for."""
     used: list[Block] = []
-    running: list[tile.Evaluator] = []
-    begin, look = tile.Evaluator.__init__, tile.Evaluator._block
+    running: list[Context] = []
+    begin, look = Context.__init__, loads._block
 
-    def started(self: tile.Evaluator, operands: dict, *rest: object) -> None:
+    def started(self: Context, operands: dict, *rest: object) -> None:
         begin(self, operands, *rest)
         self.blocks = Blocks({name: n for n, name in enumerate(operands)})
 
-    def looked(self: tile.Evaluator, *rest: object) -> Array | None:
-        running[:] = [self]
-        return look(self, *rest)
+    def looked(ctx: Context, e: Load, axes: tuple[Axis, ...]) -> Array | None:
+        running[:] = [ctx]
+        return look(ctx, e, axes)
 
     def gathered(number: int, first: list[Array], sides: tuple[int, ...], dtype: object) -> Array:
-        (ev,) = running
-        block = ev.blocks.made[number]
+        (ctx,) = running
+        block = ctx.blocks.made[number]
         used.append(block)
-        operand = [*ev.operands.values()][block.operand]
+        operand = [*ctx.operands.values()][block.operand]
         assert block.box[-len(sides) :] == sides and math.prod(block.box) == math.prod(sides)
         offset, inside = jnp.zeros(sides, jnp.int64), jnp.ones(sides, bool)
         for k, (dims, at) in enumerate(zip(block.dims, first, strict=True), start=len(sides) - len(block.dims)):
             along = lax.broadcasted_iota(jnp.int32, sides, k) if k >= 0 else jnp.zeros(sides, jnp.int32)
             here = along + at
-            inside &= (here >= 0) & (here < math.prod(ev.number(operand.shape[d]) for d in dims))
-            offset += here.astype(jnp.int64) * ev.number(operand.strides[dims[-1]])
+            inside &= (here >= 0) & (here < math.prod(ctx.number(operand.shape[d]) for d in dims))
+            offset += here.astype(jnp.int64) * ctx.number(operand.strides[dims[-1]])
         offset = jnp.where(inside, offset, 0)
         return plgpu.load(operand.ref.at[offset], mask=inside, other=jnp.zeros((), dtype))
 
-    monkeypatch.setattr(tile.Evaluator, "__init__", started)
-    monkeypatch.setattr(tile.Evaluator, "_block", looked)
-    monkeypatch.setattr(tile, "block_load", gathered)
+    monkeypatch.setattr(Context, "__init__", started)
+    monkeypatch.setattr(loads, "_block", looked)
+    monkeypatch.setattr(loads, "block_load", gathered)
     return used
 
 

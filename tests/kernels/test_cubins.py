@@ -18,12 +18,11 @@ from torch import Tensor
 import fl_pallas as fl
 from fl_pallas.bridge.dlpack import matmul_precision
 from fl_pallas.errors import Unsupported
-from fl_pallas.kernels import cubin
+from fl_pallas.kernels import cubin, loops
 from fl_pallas.kernels.blocks import ENGINE
 from fl_pallas.kernels.cubin import Cubin, compile_ttir, is_miscompiled, is_serial, simplified
 from fl_pallas.kernels.fit import SPILL, fitting
 from fl_pallas.kernels.lower import Lowered, lower_contiguous
-from fl_pallas.kernels.tile import Evaluator
 from fl_pallas.schedule import pipeline
 from fl_pallas.schedule.passes import skip_tiles
 from fl_pallas.schedule.plan import KernelPlan, operand_names
@@ -153,7 +152,7 @@ def test_products_accumulate_in_place() -> None:
 
 def in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computed operands stay in registers, and what ptxas does to these (test_steady.py) is not looked at."""
-    monkeypatch.setattr(Evaluator, "steady_sides", lambda *_: [])
+    monkeypatch.setattr(loops, "steady_sides", lambda *_: [])
     monkeypatch.setattr(cubin, "loses_operand", lambda *_: False)
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 import fl_pallas as fl
 from fl_pallas.bridge.dlpack import matmul_precision
-from fl_pallas.kernels import tile
+from fl_pallas.kernels import products, reductions
 from fl_pallas.kernels.cubin import compile_ttir, simplified
+from fl_pallas.kernels.tile import Context
 from fl_pallas.kernels.triton import contiguous, pallas_function
 from fl_pallas.schedule.plan import operand_names
 from tests.kernels.test_cubins import kernels_made, kernels_of
@@ -47,13 +48,13 @@ def by_sums(q: Tensor, k: Tensor, v: Tensor, r: Tensor) -> Tensor:
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of what elements are gathered from."""
     found: list[tuple[int, ...]] = []
-    plain = tile.gather
+    plain = products.gather
 
     def noted(x: torch.Tensor, *rest: object) -> object:
         found.append(x.shape)
         return plain(x, *rest)
 
-    monkeypatch.setattr(tile, "gather", noted)
+    monkeypatch.setattr(products, "gather", noted)
     return found
 
 
@@ -90,9 +91,9 @@ def test_in_triton_ir(name: str) -> None:
 def test_gradients_of_queries(name: str, gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scores' gradients take their places among the positions of a tile; or are summed one key at a time."""
     case, placed = BY_NAME[name], []
-    plain = tile.Evaluator.shifted if gathers else tile.Evaluator._by_index
-    monkeypatch.setattr(tile.Evaluator, plain.__name__, lambda *args: placed.append(name) or plain(*args))
-    monkeypatch.setattr(tile.Evaluator, "_gathers", lambda ev: gathers)
+    plain = reductions.shifted if gathers else reductions._by_index
+    monkeypatch.setattr(reductions, plain.__name__, lambda *args: placed.append(name) or plain(*args))
+    monkeypatch.setattr(Context, "gathers", lambda _: gathers)
     check_gradients(case.fn, fl.compile(case.fn), case.make_inputs(67, torch.float32, torch.device("cpu")))
     assert placed
 

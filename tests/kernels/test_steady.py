@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fl_pallas.errors import Unsupported
-from fl_pallas.kernels import blocks
+from fl_pallas.kernels import blocks, loops
 from fl_pallas.kernels.cubin import compile_ttir, loses_operand, simplified, steady_operands
-from fl_pallas.kernels.tile import Evaluator
 
 from .test_cubins import kernels_made
 
@@ -55,7 +54,7 @@ def test_lies_in_shared_memory(fn: Callable, gradients: bool) -> None:
 
 @pytest.mark.parametrize("fn", VARIANTS)
 def test_in_registers_it_is_not_used(fn: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Evaluator, "steady_sides", lambda *_: [])
+    monkeypatch.setattr(loops, "steady_sides", lambda *_: [])
     # With loads at an iteration's beginning ptxas happens to keep the registers of two of them.
     monkeypatch.setattr(blocks, "_raise", lambda *_: None)
     with pytest.raises(Unsupported, match="compute something else"):

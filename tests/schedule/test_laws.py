@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fl_pallas.schedule.build import negate, op, reduce, select
 from fl_pallas.schedule.expr import Axis, Expr, const, free_axes, index, load, raw_reduce, ref
 from fl_pallas.schedule.laws import MAX_TERMS, Nonseparable, Scope, Term, non_negative, separate, split_sum, stable
-from fl_pallas.schedule.passes import cut, stream
+from fl_pallas.schedule.passes import covered, cut, stream
 from fl_pallas.schedule.passes.build_plan import build_plan
 from fl_pallas.schedule.passes.fuse import Fused, Output
 from fl_pallas.schedule.target import HOPPER
@@ -352,7 +352,7 @@ LAWS: dict[str, tuple[Expr, int]] = {
 @pytest.mark.parametrize("name", LAWS)
 def test_streamed_equals_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in the number of loops the laws allow, with tiles of several sides."""
-    monkeypatch.setattr(stream, "MAX_COVERED", 0)
+    monkeypatch.setattr(covered, "MAX_COVERED", 0)
     monkeypatch.setattr(cut, "MAX_COVERED", 0)
     e, passes = LAWS[name]
     fused = Fused((Output("out", (ROWS,), "f64", e),))
@@ -371,7 +371,7 @@ def test_streamed_equals_written(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("scale", [1.0, 300.0, 3000.0])
 def test_exponents_never_overflow(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Σ exp(f - lse)·g stays finite, whatever tile the largest f is in."""
-    monkeypatch.setattr(stream, "MAX_COVERED", 0)
+    monkeypatch.setattr(covered, "MAX_COVERED", 0)
     fused = Fused((Output("out", (ROWS,), "f64", over("sum", o("mul", o("exp", o("sub", f, lse_of())), g))),))
     known = {**KNOWN, "f": KNOWN["f"] * scale}
     loops, stores, notes = stream.stream(fused, "f64")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fl_pallas as fl
 from fl_pallas.schedule.expr import Expr, Load, Op, Reduce, children, walk
-from fl_pallas.schedule.passes import choose, hold, weigh
+from fl_pallas.schedule.passes import choose, hold, roles, weigh
 from fl_pallas.schedule.plan import Accumulator, KernelPlan
 from tests.corpus.research import mixed_heads
 from tests.corpus.scores import talking_heads
@@ -87,7 +87,7 @@ def test_right(fn: object, dtype: torch.dtype, device: torch.device, monkeypatch
     monkeypatch.setattr(hold, "TIMES", 0)
     monkeypatch.setattr(weigh, "LAUNCH", 0)
     monkeypatch.setattr(choose, "FEW", 0.01)
-    monkeypatch.setattr(choose, "MANY_ROWS", 1)
+    monkeypatch.setattr(roles, "MANY_ROWS", 1)
     given = inputs(2, 70, 2 if fn is mixed_heads else 1, dtype, str(device))
     rows = [a for plan in planned(fn, given) for a, n in plan.choices.tiles if a.extent == 70 and n in (2, 4, 8)]
     assert rows or dtype == torch.float32, "no tile has several rows"

@@ -16,8 +16,9 @@ from ..inner import factors
 from ..integer import Linear, from_linear, linear, linear_bounds
 from .bound_loops import contributes
 from .by_cases import told, under_masks
+from .covered import streamed
 from .fuse import Fused
-from .stream import parallel_axes, streamed
+from .stream import parallel_axes
 
 
 def align(fused: Fused) -> Fused:

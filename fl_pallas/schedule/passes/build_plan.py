@@ -9,7 +9,8 @@ from ..remember import remembered
 from ..scan import scanned_axes
 from ..target import Target
 from .bound_loops import bound_loop
-from .choose import choose, product_bytes, roles
+from .choose import choose, product_bytes
+from .roles import roles
 
 
 @remembered

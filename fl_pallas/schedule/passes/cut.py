@@ -12,9 +12,10 @@ from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, index, loa
 from ..integer import bounds
 from ..program import Value
 from ..remember import remembered
+from .covered import MAX_COVERED, streamed
 from .fuse import Fused, Output, join_group, labels
 from .share import renaming
-from .stream import MAX_COVERED, parallel_axes, streamed
+from .stream import parallel_axes
 
 # A part of a sum is stored, and not computed again, where it is up to so many times as large as what it reads: that of
 # each position of a table, for each row, where rows have fewer features.

@@ -35,28 +35,25 @@ def store_multiplied(plans: Sequence[KernelPlan], tables: str) -> list[KernelPla
 
 def _factor(name: str, plans: Sequence[KernelPlan]) -> Const | None:
     """The number by which every load of `name` is multiplied, if there is one."""
-    found: set[Expr | None] = set()
+    found: set[Const | None] = set()
     for e in (e for p in plans for e in expressions(p)):
         readers = (n for n in walk(e) if any(isinstance(c, Load) and c.source == name for c in children(n)))
-        found |= {n.args[1] if isinstance(n, Op) and _is_multiple(n, name) else None for n in readers}
+        found |= {_multiplier(n, name) for n in readers}
         if isinstance(e, Load) and e.source == name:
             found.add(None)
-    factor = found.pop() if len(found) == 1 else None
-    return factor if isinstance(factor, Const) else None
+    return found.pop() if len(found) == 1 else None
 
 
-def _is_multiple(n: Expr, name: str) -> bool:
-    return (
-        isinstance(n, Op)
-        and n.name == "mul"
-        and isinstance(n.args[0], Load)
-        and n.args[0].source == name
-        and isinstance(n.args[1], Const)
-    )
+def _multiplier(n: Expr, name: str) -> Const | None:
+    """The number by which `n` multiplies a load of `name`, if it does nothing else."""
+    if not isinstance(n, Op) or n.name != "mul":
+        return None
+    loaded, factor = n.args
+    return factor if isinstance(loaded, Load) and loaded.source == name and isinstance(factor, Const) else None
 
 
 def _multiplied(plan: KernelPlan, name: str, factor: Const) -> KernelPlan:
-    made = rewritten(plan, lambda n: n.args[0] if isinstance(n, Op) and _is_multiple(n, name) else n)
+    made = rewritten(plan, lambda n: n if _multiplier(n, name) is None else children(n)[0])
     stores = (
         replace(s, expr=op("mul", s.expr, factor, dtype=s.expr.dtype)) if s.name == name else s for s in made.stores
     )

@@ -18,7 +18,7 @@ from ..dtype import is_float
 from ..expr import Axis, Const, Expr, Index, Load, Op, Ref, const, free_axes, index, loads, ref, walk
 from ..integer import linear
 from ..plan import Accumulator, Loop, Step, Store
-from .choose import Roles, roles, width
+from .roles import Roles, roles
 
 Kernel = tuple[tuple[Axis, ...], tuple[Loop, ...], tuple[Store, ...]]
 
@@ -93,7 +93,7 @@ def _divisor(axis: Axis, loops: tuple[Loop, ...]) -> int | None:
     loaded = streams(loops)
     for node, n in sorted(_divisions(axis, loaded).items(), key=lambda found: (found[1], found[0].name)):
         through = [e for e in loaded if axis not in free_axes(substitute(e, {}, {node: const(0, "i64")}))]
-        if 2 * sum(width(e) for e in through if axis in free_axes(e)) >= sum(map(width, loaded)):
+        if 2 * sum(_width(e) for e in through if axis in free_axes(e)) >= sum(map(_width, loaded)):
             return n
     return None
 
@@ -120,10 +120,10 @@ def _sharing(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], kinds: Roles) 
     if kinds.row is None or kinds.row.extent >= ENOUGH:
         return []
     common = [e for e in streams(loops) if kinds.row not in free_axes(e)]
-    most = sum(map(width, common))
+    most = sum(map(_width, common))
 
     def shares(a: Axis) -> bool:
-        return 2 * sum(width(e) for e in common if a not in free_axes(e)) > most
+        return 2 * sum(_width(e) for e in common if a not in free_axes(e)) > most
 
     return [a for a in parallel if a is kinds.row or a in kinds.batch and shares(a)]
 
@@ -166,3 +166,8 @@ def _renamed(kernel: Kernel, values: dict[Axis, Expr], axes: dict[Axis, tuple[Ax
     parallel, loops, stores = kernel
     loops = tuple(replace(loop, steps=tuple(map(of_step, loop.steps))) for loop in loops)
     return over(parallel), loops, tuple(map(of_store, stores))
+
+
+def _width(n: Load) -> int:
+    """Dimensions of a load that are more than one index."""
+    return sum(1 for i in n.index if free_axes(i))

@@ -15,26 +15,14 @@ from ..build import op, substitute
 from ..dtype import itemsize
 from ..expr import Axis, Expr, Load, free_axes, index, load, loads, reductions
 from ..program import Program, Value, depends
+from .blow_ups import ends, given_or_returned, is_blow_up, is_exponent, is_larger, is_searched, serves
 from .epilogue import with_epilogue, with_sparing_epilogue
-from .joins import (
-    Seed,
-    along_shared,
-    ends,
-    given_or_returned,
-    has_weight,
-    is_blow_up,
-    is_exponent,
-    is_larger,
-    is_outer,
-    is_searched,
-    join,
-    serves,
-    turned,
-)
+from .joins import Seed, along_shared, is_outer, join, turned
 from .region import Growth, Region, Rejected
 from .resolve_views import inline_load, root_of
 from .surround import AllSides, divides, uses_division, with_prologue
 from .told import told
+from .weights import has_weight
 
 RETURNED = (
     "the captured graph returns it, and its size is that of the blow-up"

@@ -41,7 +41,7 @@ def _with_guesses(plan: KernelPlan, loop: Loop) -> Loop:
 
 def _is_free(plan: KernelPlan, reference: str) -> bool:
     """Whether all that a kernel stores is the same, whatever it takes for a reference."""
-    known = {reference: Change(shift=1.0)}
+    known = _one_more(reference)
     for s in (s for loop in plan.loops for s in loop.steps if s.name != reference):
         if not isinstance(s, Accumulator):
             return False
@@ -50,6 +50,11 @@ def _is_free(plan: KernelPlan, reference: str) -> bool:
             return False
         known[s.name] = made
     return all(_is_the_same(_finite(s.expr, reference), reference, known) for s in plan.stores)
+
+
+def _one_more(reference: str) -> dict[str, Change]:
+    """What changes where a reference is 1 more: itself."""
+    return {reference: Change(shift=1.0)}
 
 
 def _kept(c: Change, kind: str) -> Change:
@@ -61,7 +66,7 @@ def _is_the_same(e: Expr, reference: str, known: Mapping[str, Change]) -> bool:
     """Whether `e` does not change with a reference; nor with the larger of it and another, which is one as well."""
     larger = [n for n in walk(e) if isinstance(n, Op) and n.name == "max" and reference in ref_names(n)]
     named = substitute(e, {}, {n: ref(f"%{k}", (), n.dtype) for k, n in enumerate(larger)})
-    others = [{f"%{k}": Change(shift=1.0)} for k in range(len(larger))]
+    others = [_one_more(f"%{k}") for k in range(len(larger))]
     found = [change(named, changes) for changes in (known, *others)]
     return all(c is not None and is_alike(c, NONE) for c in found)
 
@@ -77,7 +82,7 @@ def _is_infinite(e: Expr, name: str) -> bool:
         return False
     a, b = e.args[0], e.args[-1]
     plain = a.args[0] if isinstance(a, Op) and a.name == "abs" else a
-    made = change(plain, {name: Change(shift=1.0)})
+    made = change(plain, _one_more(name))
     return made is not None and abs(made.shift) > CLOSE and (a is b or isinstance(b, Const) and math.isinf(b.value))
 
 
@@ -96,7 +101,7 @@ def _guess(name: str, steps: list[Accumulator]) -> Guess | None:
         return None
     for s in steps:
         if s.kind == "sum" and s.axes == maximum.axes and _is_power(s.update):
-            made = change(_finite(s.update, name), {name: Change(shift=1.0)})
+            made = change(_finite(s.update, name), _one_more(name))
             if made is not None and made.degree < 0:
                 return Guess(name, s.name, -made.degree)
     return None

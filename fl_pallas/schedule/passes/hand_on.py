@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..expr import loads, reductions
 from ..program import Program, Value
-from .joins import is_larger, join
+from .blow_ups import is_larger
+from .joins import join
 from .resolve_views import root_of
 
 

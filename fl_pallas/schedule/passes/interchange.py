@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from ..build import reduce, rewrite, substitute
 from ..expr import Axis, Const, Expr, Op, Reduce, free_axes, index, loads, reductions, ref
+from .covered import is_batch_sum, is_covered
 from .cut import is_larger_than
 from .fuse import Fused
-from .stream import is_batch_sum, is_covered
 
 # Numbers that a row takes of each element (coordinates), at most, beside what a kernel computes of it.
 FEATURES = 4

@@ -1,21 +1,18 @@
-"""Joins: values that combine two others, each with an axis the other lacks (scores from queries and keys); and which of
-them blow up, so that a region grows from them."""
+"""Joins: values that combine two others, each with an axis the other lacks (scores from queries and keys)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ..build import substitute
 from ..dtype import is_float, is_int
-from ..expr import Axis, Expr, Index, Load, Op, const, free_axes, loads, reductions, walk
-from ..program import Program, Value, depends
-from .resolve_views import inline_load, root_of
+from ..expr import Axis, Expr, Index, Load, Op, free_axes, loads, reductions, walk
+from ..program import Program, Value
+from .resolve_views import inline_load
 from .whole import is_in_floats
 
-# A contraction with a weight longer than this is a projection even if its result is coupled.
-MAX_WEIGHT_CONTRACTION = 256
 # Elements of a set that each pair of a row and a column asks something of.
 MAX_COUNTED = 64
 
@@ -53,13 +50,13 @@ def join(program: Program, v: Value) -> Seed | None:
     wide = {x for x in own if x.extent > 1}
     whole = [r for r in reductions(v.expr) if free_axes(r) >= wide]
     # What has an operand of its own size changes that one alone: a norm, with its means and weights.
-    changed = any(is_float(n.dtype) and _touched(n) >= wide for n in found)
+    changed = any(is_float(n.dtype) and axes_of(n) >= wide for n in found)
     short: Seed | None = None
     pairs = [(a, b) for n, a in enumerate(found) for b in found[n + 1 :]]
     contracted = {p for p in pairs if any(r.kind == "sum" and {*p} <= {*loads(r.body)} for r in whole)}
     # The sides of a product come before those of a bias that is added to it.
     for a, b in sorted(pairs, key=lambda p: p not in contracted):
-        rows, cols = _touched(a) & own - _touched(b), _touched(b) & own - _touched(a)
+        rows, cols = axes_of(a) & own - axes_of(b), axes_of(b) & own - axes_of(a)
         if rows and cols and ((a, b) in contracted or not changed):
             return Seed(v, rows, cols)
         if short is None and (a, b) in contracted and is_float(a.dtype) and is_float(b.dtype) and 1 in v.shape:
@@ -67,7 +64,7 @@ def join(program: Program, v: Value) -> Seed | None:
     # Numbers of rows that meet positions, and not how far two of those are apart.
     places = frozenset(_positions(v.expr)) & own
     for n in [n for n in found if is_float(n.dtype)] if places and not (whole or changed) else []:
-        rows, cols = _touched(n) & own, places - _touched(n)
+        rows, cols = axes_of(n) & own, places - axes_of(n)
         if rows and len(cols) == 1:
             return Seed(v, rows, cols)
     return short or _placed(v, found)
@@ -142,7 +139,7 @@ def _placed(v: Value, found: list[Load]) -> Seed | None:
     for test in (n for n in walk(v.expr) if isinstance(n, Op) and n.name == "eq"):
         for along, place in (test.args, test.args[::-1]):
             rows = frozenset(v.axes) & free_axes(place)
-            if isinstance(along, Index) and rows and loads(place) and not any(along.axis in _touched(n) for n in found):
+            if isinstance(along, Index) and rows and loads(place) and not any(along.axis in axes_of(n) for n in found):
                 return Seed(v, rows, frozenset((along.axis,)))
     return None
 
@@ -152,28 +149,28 @@ def is_outer(v: Value) -> bool:
     if v.expr is None or v.is_view or reductions(v.expr):
         return False
     wide = {a for a in v.axes if a.extent > 1}
-    touched = [_touched(n) & wide for n in loads(v.expr)]
+    touched = [axes_of(n) & wide for n in loads(v.expr)]
     return len(wide) > 1 and all(t < wide for t in touched)
 
 
 def turned(program: Program, seed: Seed) -> Seed | None:
     """The seed with the axes that its operands share, and its users reduce, for columns; None if there are none."""
-    moving = frozenset(a for a in _shared(seed) if any(_reduces(program, seed.value, a)))
+    moving = frozenset(a for a in shared_axes(seed) if any(_reduces(program, seed.value, a)))
     return Seed(seed.value, seed.rows, moving) if moving else None
 
 
 def along_shared(seed: Seed) -> list[Seed]:
     """The seed with one axis that its operands share for rows: queries, where each pair with a key has features."""
-    own = _shared(seed)
+    own = shared_axes(seed)
     return [Seed(seed.value, frozenset((a,)), seed.cols) for a in seed.value.axes if a in own and a.extent > 1]
 
 
-def _shared(seed: Seed) -> frozenset[Axis]:
+def shared_axes(seed: Seed) -> frozenset[Axis]:
     """The axes that both operands have: all that are put together, or that a product multiplies."""
     e = seed.value.expr
     assert e is not None
     multiplied = [n for r in reductions(e) for n in loads(r.body)]
-    touched = [_touched(n) for n in multiplied or loads(e)]
+    touched = [axes_of(n) for n in multiplied or loads(e)]
     return frozenset(seed.value.axes).intersection(*touched) - seed.rows - seed.cols
 
 
@@ -186,259 +183,9 @@ def _reduces(program: Program, v: Value, axis: Axis) -> Iterator[bool]:
                 yield r.axis in free_axes(node.index[v.axes.index(axis)])
 
 
-def _touched(node: Load) -> frozenset[Axis]:
+def axes_of(node: Load) -> frozenset[Axis]:
+    """The axes that index a load."""
     return frozenset().union(*(free_axes(i) for i in node.index))
-
-
-def is_larger(program: Program, seed: Seed) -> bool:
-    """Whether a join is larger than each of its operands: of a product, those that are multiplied."""
-    v = seed.value
-    return bool(seed.rows and seed.cols) and all(v.numel > program.by_name[r].numel for r in _operand_names(v))
-
-
-def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
-    """Whether a region grows from this join.
-
-    Joins with a weight are projections unless they are larger than their sources, and normalised (learned keys) or
-    searched (codes). Others must be larger than their sources and be reduced later, those of elements also larger
-    than all inputs, or normalised; a shorter one (short sequences) must be coupled, and not merely lead to another
-    join of that kind.
-    """
-    v = seed.value
-    assert v.expr is not None
-    readers = [program.by_name[u] for u in program.users[v.name]]
-    if _is_table(program, v) or (reductions(v.expr) and is_picked_often(program, v, readers)):
-        return False
-    if v.projection and not (is_exponent(program, v) and _is_normalised(program, seed)):
-        return False
-    coupled, followed = _path(program, v)
-    larger = is_larger(program, seed)
-    if has_weight(program, v) and not _is_measured(program, seed):
-        contraction = max((r.axis.extent for r in reductions(v.expr)), default=1)
-        asked = followed and larger and contraction <= MAX_WEIGHT_CONTRACTION
-        return asked and (_is_normalised(program, seed) or is_searched(program, v))
-    if larger:
-        # Angles, positions by frequencies: a table that is smaller than what it turns.
-        given = max((i.numel for i in program.values if i.op == "input"), default=0)
-        table = is_outer(v) and (v.numel <= given or _is_added(program, v, seeds))
-        return followed and (not table or _is_normalised(program, seed))
-    later = (s.value for s in seeds if s is not seed and _feeds(program, v.name, s.value.name))
-    return coupled and followed and not any(not has_weight(program, s) and _asks_again(program, s) for s in later)
-
-
-def _is_added(program: Program, v: Value, seeds: list[Seed]) -> bool:
-    """Whether `v` is put together with something as large to which no other join leads: positions by row and column,
-    with the tokens that a layer makes."""
-    joins = [s.value.name for s in seeds if s.value is not v and not has_weight(program, s.value)]
-    others = (o for o in beside(program, v) if not _is_of_pairs(program, o))
-    return any(o.name not in joins and not any(_feeds(program, n, o.name) for n in joins) for o in others)
-
-
-def _is_of_pairs(program: Program, v: Value) -> bool:
-    """Whether `v` is made, element by element, of what is outer, if it is no seed: a mask of pairs."""
-    stack, seen = [v], {v.name}
-    while stack:
-        u = stack.pop()
-        if u.expr is None or reductions(u.expr):
-            continue
-        if is_outer(u):
-            return True
-        made = [program.by_name[name] for name in u.reads if name not in seen]
-        seen.update(m.name for m in made)
-        stack += [m for m in made if m.numel >= u.numel]
-    return False
-
-
-def beside(program: Program, v: Value) -> Iterator[Value]:
-    """What is as large as `v`, is not made of it, and is put together with it element by element."""
-    readers = (program.by_name[name] for name in program.users[v.name])
-    pointwise = (u for u in readers if u.expr is not None and not reductions(u.expr))
-    others = (program.by_name[name] for u in pointwise for name in u.reads if name != v.name)
-    return (o for o in others if o.numel >= v.numel and not depends(program, {o.name}, {v.name}))
-
-
-def _is_normalised(program: Program, seed: Seed) -> bool:
-    """Whether elements of the join meet a reduction of themselves again, as in a softmax.
-
-    In a backward pass that is an input, a number for each index of one side, the other being of extent 1 (and not what
-    a batch of one leads with). The gradient of a bias only sums.
-    """
-    v = seed.value
-    sizes = [v.numel // math.prod(a.extent for a in side) for side in (seed.rows, seed.cols)]
-    inputs = (i for i in program.values if i.op == "input" and is_float(i.dtype))
-    kept = {i.name for i in inputs if i.numel in sizes and 1 in i.shape[_leading(i.shape) :]}
-    own, statistics = {v.name}, kept
-    for u in program.values:
-        if u.expr is None or own.isdisjoint(u.reads) and statistics.isdisjoint(u.reads):
-            continue
-        found = reductions(u.expr)
-        alone = any(len(set(loads(r.body))) == 1 and loads(r.body)[0].source in own for r in found)
-        if not own.isdisjoint(u.reads) and (not statistics.isdisjoint(u.reads) or alone and u.numel == v.numel):
-            return True
-        if alone or not (found or statistics.isdisjoint(u.reads)):
-            statistics.add(u.name)
-        elif not found:
-            own.add(u.name)
-    return False
-
-
-def _is_measured(program: Program, seed: Seed) -> bool:
-    """Whether what elements of two tensors make of each other is summed, or its largest taken, along what both have:
-    points and centres, by features. A layer's product sums by itself, and a bias is no pair of anything."""
-    v = seed.value
-    if v.expr is None or reductions(v.expr):
-        return False
-    along = {v.name: _shared(seed)}
-    for u in program.values:
-        if u.expr is None:
-            continue
-        for node in (n for n in loads(u.expr) if n.source in along):
-            axes = _along(program.by_name[node.source], node, along)
-            if any(r.axis in axes for r in reductions(u.expr)):
-                return True
-            along[u.name] = along.get(u.name, frozenset()) | axes & frozenset(u.axes)
-    return False
-
-
-def is_searched(program: Program, v: Value) -> bool:
-    """Whether nothing becomes of a product with a weight but its extremes along all that the weight brings, or their
-    places: the code next to a vector."""
-    assert v.expr is not None
-    rank = _rank(program, v)
-    weights = {r for r in v.reads if _is_weight(program, program.by_name[r], rank)}
-    touched = [(n.source in weights, _touched(n)) for n in loads(v.expr)]
-    along = {v.name: frozenset(v.axes).difference(*(t for weight, t in touched if not weight))}
-    found = False
-    for u in program.values:
-        reads = () if u.expr is None else [n for n in loads(u.expr) if n.source in along]
-        if u.expr is None and not along.keys().isdisjoint(u.reads):
-            return False
-        if not reads:
-            continue
-        own = frozenset(u.axes) & frozenset().union(*(_along(program.by_name[n.source], n, along) for n in reads))
-        kinds = {r.kind for r in reductions(u.expr)} if u.expr is not None else set()
-        if kinds - {"max", "min"} or bool(own) == bool(kinds):
-            return False
-        if own:
-            along[u.name] = own
-        found |= bool(kinds)
-    return found and bool(along[v.name])
-
-
-def _along(v: Value, node: Load, along: dict[str, frozenset[Axis]]) -> frozenset[Axis]:
-    """Axes that index, in a load of `v`, the ones it has in `along`."""
-    return frozenset().union(*(free_axes(i) for a, i in zip(v.axes, node.index) if a in along[v.name]))
-
-
-def is_exponent(program: Program, v: Value) -> bool:
-    """Whether an exponential is taken of `v`, or of what is made of it element by element: scores, and no features that
-    are normalised by their mean.
-    """
-    stack, seen = [v.name], {v.name}
-    while stack:
-        for user in set(program.users[stack.pop()]) - seen:
-            e = program.by_name[user].expr
-            seen.add(user)
-            if e is not None and any(isinstance(n, Op) and n.name == "exp" for n in walk(e)):
-                return True
-            if e is not None and not reductions(e):
-                stack.append(user)
-    return False
-
-
-def _leading(shape: tuple[int, ...]) -> int:
-    """How many dimensions of extent 1 a shape begins with."""
-    return next((n for n, extent in enumerate(shape) if extent > 1), len(shape))
-
-
-def _asks_again(program: Program, v: Value) -> bool:
-    return all(_path(program, v))
-
-
-def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
-    """Whether the product that reduces `seed`, or a part of it, is itself a blow-up at least as large as that; or
-    reduces a larger one, and the seed is only a product, no larger than what is given or returned.
-
-    Then `seed` is part of an operand (the angles of a rotary embedding, queries and keys that are normalised, values
-    that each head makes of a token), which that region may compute or read. So are features that a layer makes, of
-    whatever size, and a norm takes the means of.
-    """
-    own = _is_normalised(program, seed)
-    features = has_weight(program, seed.value) and not is_exponent(program, seed.value)
-    # What reduces a softmax, and is none (a gradient of values that few queries ask for), is its end.
-    others = {s.value.name for s in seeds if s is not seed and (not own or _is_normalised(program, s))}
-    larger = _weighing(program, seed, seeds)
-    seen: set[str] = set()
-    stack = [seed.value.name]
-    while stack:
-        part = program.by_name[stack.pop()]
-        for user in set(program.users[part.name]) - seen:
-            seen.add(user)
-            u = program.by_name[user]
-            if u.expr is not None and reductions(u.expr):
-                large = features or u.numel >= part.numel
-                if user in others and large or any(_feeds(program, name, user) for name in larger):
-                    return True
-                if features and u.numel == part.numel:
-                    stack.append(user)
-            elif u.expr is not None:
-                stack.append(user)
-    return False
-
-
-def _weighing(program: Program, seed: Seed, seeds: list[Seed]) -> list[str]:
-    """The larger blow-ups that `seed` has no part in, if it is a product alone, no larger than what is given or
-    returned."""
-    size, name = seed.value.numel, seed.value.name
-    if size > given_or_returned(program) or _path(program, seed.value)[0]:
-        return []
-    return [n for s in seeds if s.value.numel > size and not depends(program, {n := s.value.name}, {name})]
-
-
-def given_or_returned(program: Program, apart: frozenset[str] = frozenset()) -> int:
-    """Elements of the largest value that the program is given or returns, `apart` from some of its outputs.
-
-    Of what is returned by halves and more (weights without those of a sink), all of it counts: it is stored as a whole.
-    """
-    around = [v.numel for v in program.values if v.op == "input"]
-    for name in {*program.outputs} - apart:
-        own, whole = (program.by_name[n].numel for n in (name, root_of(program, name)))
-        around.append(whole if whole <= 2 * own else own)
-    return max(around, default=0)
-
-
-def ends(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
-    """Whether `seed`, no larger than its operands, reduces a larger blow-up, or is no softmax and reduces one: that
-    one's region ends with it.
-
-    What follows (a norm, a sum over the heads that share a key) is of linear size, and no part of it.
-    """
-    others = [s for s in seeds if s is not seed]
-    if is_larger(program, seed):
-        if _is_normalised(program, seed):
-            return False
-        others = [s for s in others if not is_larger(program, s) and _is_normalised(program, s)]
-    else:
-        others = [s for s in others if is_larger(program, s)]
-    return any(_feeds(program, s.value.name, seed.value.name) for s in others)
-
-
-def _is_table(program: Program, v: Value) -> bool:
-    """Whether `v` is made of indices and constants alone, and no larger than an input."""
-    given = [i.numel for i in program.values if i.op == "input" and is_float(i.dtype)]
-    return v.numel <= max(given, default=0) and is_of_positions(program, v)
-
-
-def is_picked_often(program: Program, v: Value, readers: Sequence[Value]) -> bool:
-    """Whether elements of `v` are read at places that data decides alone, and more often than there are any: sums for
-    each of these would be made again and again."""
-
-    def is_by_data(n: Load) -> bool:
-        return any(not is_of_positions(program, program.by_name[m.source]) for i in n.index for m in loads(i))
-
-    reads = [(n, reader) for reader in readers if reader.expr is not None for n in loads(reader.expr)]
-    own = [(n, reader) for n, reader in reads if n.source == v.name]
-    return bool(own) and all(is_by_data(n) and reader.numel >= v.numel for n, reader in own)
 
 
 def is_of_positions(program: Program, v: Value) -> bool:
@@ -451,120 +198,3 @@ def is_of_positions(program: Program, v: Value) -> bool:
         stack += set(u.reads) - seen
         seen.update(u.reads)
     return True
-
-
-def has_weight(program: Program, v: Value) -> bool:
-    """Whether an operand of the product is a parameter, or a matrix where the other has batch axes; or either changed
-    by what is made of such (normalised, with an update of low rank). A product of weights (learned queries) is none.
-    """
-    rank = _rank(program, v)
-    return any(_is_weight(program, s, rank) for s in _operands_of(program, v))
-
-
-def _operands_of(program: Program, v: Value) -> list[Value]:
-    """The floats that are multiplied, where some are: a bias that is added to products is none."""
-    return [s for r in _operand_names(v) if is_float((s := program.by_name[r]).dtype)]
-
-
-def _operand_names(v: Value) -> list[str]:
-    assert v.expr is not None
-    multiplied = {n.source for r in reductions(v.expr) for n in loads(r.body)}
-    return [r for r in v.reads if r in (multiplied or v.reads)]
-
-
-def _rank(program: Program, v: Value) -> int:
-    """The most axes that an operand of `v` has, less those along which it is repeated (`x[:, None] * y`)."""
-    shapes = [s.shape for s in _operands_of(program, v)]
-    by_element = v.expr is not None and not reductions(v.expr)
-    alike = [by_element and len(s) == len(v.shape) for s in shapes]
-    repeated = [sum(n == 1 < whole for n, whole in zip(s, v.shape)) if a else 0 for s, a in zip(shapes, alike)]
-    return max((len(s) - n for s, n in zip(shapes, repeated)), default=0)
-
-
-def _is_weight(program: Program, v: Value, rank: int) -> bool:
-    if v.expr is None:
-        # A fact is what the forward pass has computed: tokens, not weights, whatever axes a product gave them.
-        made = any(f.name == v.name for f in program.facts)
-        return v.op == "parameter" or (v.op == "input" and len(v.axes) == 2 < rank and not made)
-    if len(v.axes) != 2 or reductions(v.expr) or not v.reads:
-        return False
-    reads = [program.by_name[r] for r in v.reads]
-    return any(_is_weight(program, r, rank) for r in reads) and all(_of_weights(program, r, rank) for r in reads)
-
-
-def _of_weights(program: Program, v: Value, rank: int) -> bool:
-    if v.expr is None:
-        return _is_weight(program, v, rank)
-    return all(_of_weights(program, program.by_name[r], rank) for r in v.reads)
-
-
-def _path(program: Program, v: Value) -> tuple[bool, bool]:
-    """What lies between `v` and the product that reduces it.
-
-    (some step is not linear or some statistic is of `v` alone, some reduction consumes it)
-    """
-    seen, stack, coupled, followed = set(), [v.name], False, False
-    path, sums = {v.name}, []
-    while stack:
-        name = stack.pop()
-        for user in program.users[name]:
-            u = program.by_name[user]
-            if user in seen:
-                continue
-            seen.add(user)
-            if u.expr is None:
-                # Whatever it does, it reads all of `v`, which is then in its way.
-                followed = True
-                continue
-            found = reductions(u.expr)
-            followed |= bool(found)
-            alone = {r.kind for r in found if len(set(loads(r.body))) == 1}
-            sums += [u] if "sum" in alone else []
-            coupled |= bool(alone - {"sum"}) or any(isinstance(n, Op) and _couples(n) for n in walk(u.expr))
-            if not found or len(u.axes) == len(v.axes) and u.numel == v.numel:
-                stack.append(user)
-                path.add(user)
-    return coupled or any(_meets(program, u, path) for u in sums), followed
-
-
-def _meets(program: Program, u: Value, path: set[str]) -> bool:
-    """Whether a sum over values of `path` is put together with one of them again (the gradient of a bias is not)."""
-    assert u.expr is not None
-    rest = substitute(u.expr, {}, {r: const(0, r.dtype) for r in reductions(u.expr)})
-    if any(n.source in path for n in loads(rest)):
-        return True
-    below = {u.name}
-    for value in program.values:
-        if below & set(value.reads):
-            if path & set(value.reads):
-                return True
-            below.add(value.name)
-    return False
-
-
-def _couples(n: Op) -> bool:
-    """Whether an operation is more than linear in what it reads, as a mask or a square is; what puts pieces side by
-    side is not."""
-    if n.name == "select" and not loads(n.args[0]) and len(free_axes(n.args[0])) < 2:
-        return False
-    if n.name == "mul" and n.args[0] == n.args[1]:
-        return bool(loads(n))
-    return n.name not in _LINEAR and n.dtype != "bool"
-
-
-_LINEAR = ("mul", "div", "add", "sub", "neg", "cast", "floordiv", "mod")
-
-
-def _feeds(program: Program, source: str, target: str) -> bool:
-    """Whether `target` reads `source`, or heads of it that are as large as `target`, through pointwise values only."""
-    least = min(program.by_name[source].numel, program.by_name[target].numel)
-    stack, seen = [source], {source}
-    while stack:
-        for user in program.users[stack.pop()]:
-            u = program.by_name[user]
-            if user == target:
-                return True
-            if user not in seen and u.expr is not None and u.numel >= least:
-                seen.add(user)
-                stack.append(user)
-    return False

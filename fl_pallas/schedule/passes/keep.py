@@ -12,11 +12,11 @@ from ..expr import Expr, Load, Op, index, load, loads, reductions, walk
 from ..integer import linear
 from ..program import PART, Program, Value, depends
 from .again import grow_again, original
+from .blow_ups import given_or_returned
 from .copies import copied, seen_through
 from .exchange import exchange
 from .fuse import fuse
 from .grow_regions import grow_regions
-from .joins import given_or_returned
 from .resolve_views import inline_load, inlined, resolve_views, root_of
 from .rounded import grow_rounded
 from .scans import grow_scanned, opened_scans, scans

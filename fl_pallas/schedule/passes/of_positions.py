@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import reduce as folded
 
-from ..build import op, reduce, rewrite, select, substitute
+from ..build import op, reduce_over, rewrite, select, substitute
 from ..expr import Axis, Expr, Op, Reduce, free_axes, reductions
 from ..inner import factors
 from .fuse import Fused
@@ -46,7 +46,7 @@ def _ordered(e: Expr) -> Expr:
     axes, body = _summed(e)
     if axes and len(terms := _terms(body)) > 1:
         # A table that serves keys and values: each term by itself.
-        apart = [_over(axes, t, e.dtype) for t in terms]
+        apart = [reduce_over("sum", axes, t, e.dtype) for t in terms]
         ordered = [_ordered(t) for t in apart]
         changed = all(a is not b for a, b in zip(ordered, apart))
         return folded(lambda a, b: op("add", a, b, dtype=e.dtype), ordered) if changed else e
@@ -57,12 +57,12 @@ def _ordered(e: Expr) -> Expr:
     last = [a for a in nest.axes if a in nest.tested and a not in shared][:1]
     if not last and not nest.batch:
         return e
-    picked = _over(last, nest.picked, e.dtype)
+    picked = reduce_over("sum", last, nest.picked, e.dtype)
     # What is stored for each position has to be less than what was stored for each pair, with features.
     if count(free_axes(picked)) >= count(free_axes(nest.picked) | shared - nest.tested):
         return e
     out = folded(lambda a, b: op("mul", a, b, dtype=e.dtype), (*nest.outside, picked))
-    return _over([*nest.batch, *(a for a in nest.axes if a not in last)], out, e.dtype)
+    return reduce_over("sum", [*nest.batch, *(a for a in nest.axes if a not in last)], out, e.dtype)
 
 
 def _summed(e: Expr) -> tuple[list[Axis], Expr]:
@@ -72,13 +72,6 @@ def _summed(e: Expr) -> tuple[list[Axis], Expr]:
         axes.append(e.axis)
         e = e.body
     return axes, e
-
-
-def _over(axes: Iterable[Axis], e: Expr, dtype: str) -> Expr:
-    """The sum over `axes`, outermost first."""
-    for a in reversed([*axes]):
-        e = reduce("sum", a, e, dtype)
-    return e
 
 
 def _terms(body: Expr) -> list[Expr]:

@@ -11,8 +11,8 @@ from ..dtype import is_float
 from ..expr import Axis, Expr, Reduce, Ref, children, free_axes, index, load, loads, ref_names, walk
 from ..plan import Accumulator, Choices, Loop, Step, Store
 from ..remember import remembered
-from .choose import roles
 from .fuse import Fused, Output
+from .roles import roles
 from .stream import parallel_axes, stream
 
 Kernel = tuple[tuple[Loop, ...], tuple[Store, ...]]

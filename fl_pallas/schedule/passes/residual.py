@@ -8,10 +8,10 @@ less than that rounding makes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from ..build import op, reduce, select, substitute, with_children
+from ..build import op, reduce_over, select, substitute, with_children
 from ..dtype import is_float
 from ..expr import Axis, Expr, Index, Load, Op, Reduce, children, const, free_axes, load, loads, raw_reduce, reductions
 from .fuse import Fused, Output
@@ -72,16 +72,16 @@ def _corrected(e: Expr, stands: Load, exact: Expr, stored: str = "") -> Expr:
             rows, along = [a for a in axes if a in own], [a for a in axes if a not in own]
             if rows and not along and stored and not _is_along(body, m, own):
                 exactly = load(stored, m.index, m.dtype)
-                return _summed(substitute(body, {}, {m: exactly}), axes, n.dtype)
+                return reduce_over("sum", axes, substitute(body, {}, {m: exactly}), n.dtype)
             slopes = _slopes(body, m) if along and free_axes(body) <= own.union(along) else None
             if slopes is not None:
                 place = {i.axis: j for i, j in zip(stands.index, m.index, strict=True) if isinstance(i, Index)}
                 residual = _finite(op("sub", substitute(exact, place), m, dtype=n.dtype))
-                whole = _summed(body, along, n.dtype)
+                whole = reduce_over("sum", along, body, n.dtype)
                 for slope in slopes:
-                    term = op("mul", residual, _summed(slope, along, n.dtype), dtype=n.dtype)
+                    term = op("mul", residual, reduce_over("sum", along, slope, n.dtype), dtype=n.dtype)
                     whole = op("add", whole, term, dtype=n.dtype)
-                return _summed(whole, rows, n.dtype)
+                return reduce_over("sum", rows, whole, n.dtype)
         return n
 
     memo: dict[Expr, Expr] = {}
@@ -108,11 +108,11 @@ def _is_along(e: Expr, m: Load, own: frozenset[Axis]) -> bool:
 
 
 def _nest(e: Expr) -> tuple[list[Axis], Expr]:
-    """The axes of sums of sums, the innermost first, and what they are of. A factor of a sum is one of its terms (of a
+    """The axes of sums of sums, the outermost first, and what they are of. A factor of a sum is one of its terms (of a
     slope's gradient, positions are, of a sum over a batch)."""
     axes: list[Axis] = []
     while isinstance(inner := _multiplied_out(e) if axes else e, Reduce) and inner.kind == "sum" and is_float(e.dtype):
-        axes.insert(0, inner.axis)
+        axes.append(inner.axis)
         e = inner.body
     return axes, e
 
@@ -128,12 +128,6 @@ def _multiplied_out(e: Expr) -> Expr:
             if all(s.axis not in free_axes(a) for a in others):
                 term = op(e.name, *e.args[:n], s.body, *e.args[n + 1 :], dtype=e.dtype)
                 return raw_reduce("sum", s.axis, term, e.dtype)
-    return e
-
-
-def _summed(e: Expr, axes: Sequence[Axis], dtype: str) -> Expr:
-    for a in axes:
-        e = reduce("sum", a, e, dtype)
     return e
 
 

@@ -17,8 +17,9 @@ from ..expr import Axis, Expr, Reduce, free_axes, index, load, loads, reductions
 from ..inner import as_product, power_of_two
 from ..interior import substituted
 from ..plan import Accumulator, Choices, KernelPlan, Loop, Store
-from .choose import MIN_TILE, roles
+from .choose import MIN_TILE
 from .fuse import Fused, Output
+from .roles import roles
 from .stream import parallel_axes, stream
 
 # (row, column, warps) of the kernel that stores, best first.

@@ -11,34 +11,24 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from ..build import cast, negate, op, select, substitute
 from ..dtype import is_float, is_int
-from ..expr import Axis, Const, Expr, Load, Op, Reduce, Ref, const, free_axes, index, raw_op, reductions, ref, walk
-from ..inner import as_product, as_sheared, factors
+from ..expr import Axis, Const, Expr, Op, Reduce, Ref, const, free_axes, index, raw_op, ref, walk
+from ..inner import factors
 from ..integer import bounds
-from ..laws import (
-    Nonseparable,
-    Scope,
-    Term,
-    is_narrow,
-    non_negative,
-    positive_factor,
-    power_of_difference,
-    separate,
-    split_sum,
-)
+from ..laws import Nonseparable, Scope, Term, non_negative, positive_factor, power_of_difference, separate, split_sum
 from ..plan import Accumulator, Anchor, Loop, Step, Store, held_dtype
 from ..remember import remembered
+from .covered import streamed
 from .fuse import Fused
+from .terms import apart, plain_terms
 
 # Comparisons, and what they are with their sides exchanged; and those that hold where they do not (NaN aside).
 _MIRRORED = {"eq": "eq", "ge": "le", "le": "ge"}
 _OPPOSITE = {"ne": "eq", "lt": "ge", "gt": "le"}
-# Reductions up to this extent that contain no other are taken whole, without a loop.
-MAX_COVERED = 256
 
 
 @dataclass
@@ -82,39 +72,6 @@ def stream(fused: Fused, compute: str) -> tuple[tuple[Loop, ...], tuple[Store, .
     return loops, tuple(stores), tuple(state.notes)
 
 
-def streamed(e: Expr, parallel: tuple[Axis, ...]) -> list[Reduce]:
-    """The reductions of `e` that need a loop, inner first: one value per index of the parallel axes."""
-    own = frozenset(parallel)
-    return [r for r in reductions(e) if free_axes(r) <= own and not is_covered(r)]
-
-
-def is_covered(r: Reduce) -> bool:
-    """Whether a reduction is small and plain enough to be taken whole, or is taken one index at a time."""
-    return r.axis.extent <= MAX_COVERED and not reductions(r.body) or is_batch_sum(r)
-
-
-def is_batch_sum(r: Reduce) -> bool:
-    """Whether `r` sums products of matrices, each of whose factors is another for each index: it is no side of them,
-    and a tile of the products is summed over it (the gradient of a bias that a batch shares). Other sums are the same
-    for all of it."""
-    inner = reductions(r.body)
-    varying = [[free_axes(f) for f in factors(c.body) if c.axis in free_axes(f)] for c in inner]
-    shared = [free_axes(c.body).intersection(*sides) for c, sides in zip(inner, varying)]
-    return (
-        r.kind == "sum"
-        and all(is_covered(c) and (r.axis in axes or r.axis not in free_axes(c)) for c, axes in zip(inner, shared))
-        and any(r.axis in axes and _is_of_matrices(c, axes, r.axis) for c, axes in zip(inner, shared))
-    )
-
-
-def _is_of_matrices(c: Reduce, shared: frozenset[Axis], batch: Axis) -> bool:
-    """Whether `c` is a product of matrices, or of one with the diagonals of another (rows are a side of both then)."""
-    own = free_axes(c.body) - shared
-    if as_product(c.body, c.axis, own) is not None:
-        return True
-    return any(as_sheared(c.body, c.axis, own | {row, c.axis}) is not None for row in shared - {batch, c.axis})
-
-
 def _place(r: Reduce, body: Expr, state: _Streams) -> Expr:
     """Put a reduction into the earliest pass that can hold it; its final value in terms of references."""
     refs = {n.name for n in walk(body) if isinstance(n, Ref)}
@@ -144,9 +101,9 @@ def _reduce(r: Reduce, body: Expr, n: int, scope: Scope, state: _Streams) -> Exp
         return found
     if r.kind == "sum":
         if scope.moves(body):
-            terms = [part for t in separate(body, scope) for part in _parts(t, r.dtype, scope)]
+            terms = [part for t in separate(body, scope) for part in apart(t, r.dtype, scope)]
         else:
-            terms = _plain(body, r.dtype, scope)
+            terms = plain_terms(body, r.dtype, scope)
         values = [_term(t, r, n, scope, state) for t in terms]
         out = values[0]
         for v in values[1:]:
@@ -157,107 +114,6 @@ def _reduce(r: Reduce, body: Expr, n: int, scope: Scope, state: _Streams) -> Exp
     if scope.moves(body):
         raise Nonseparable(f"`{r.kind}` of a moving value")
     return _accumulate(r.kind, body, r.dtype, None, None, n, state)
-
-
-def _plain(body: Expr, dtype: str, scope: Scope) -> list[Term]:
-    """A body that does not move, with the factors free of the loop axis hoisted.
-
-    A sum or difference, of data of 16 bits, is taken apart where a part of it then has fewer axes:
-    Σ_j (w(i, j) · k(j, d) + s(i, j) · u(i, d)) is a product of matrices, and sums of rows.
-    """
-    if isinstance(body, Op) and body.name == "neg":
-        return [replace(t, hoisted=scope.op("neg", t.hoisted)) for t in _plain(body.args[0], dtype, scope)]
-    if (
-        isinstance(body, Op)
-        and body.name in ("add", "sub")
-        and (is_narrow(body) or _adds_differences(body, dtype, scope))
-    ):
-        left, right = (_plain(a, dtype, scope) for a in body.args)
-        if body.name == "sub":
-            right = [replace(t, hoisted=scope.op("neg", t.hoisted)) for t in right]
-        if any(frozenset().union(*map(free_axes, t.factors)) < free_axes(body) for t in (*left, *right)):
-            return [*left, *right]
-    if dtype == "bf16" and (terms := _differences(body, scope)):
-        return terms
-    one, kept = scope.const(1.0), []
-    for f in _factors(body, scope):
-        if scope.varies(f):
-            kept.append(f)
-        else:
-            one = scope.op("mul", one, cast(f, scope.dtype))
-    return [Term(one, factors=tuple(kept))]
-
-
-def _adds_differences(body: Op, dtype: str, scope: Scope) -> bool:
-    return dtype == "bf16" and any(_differences(a, scope) for a in body.args)
-
-
-def _differences(body: Expr, scope: Scope) -> list[Term]:
-    """Σ_j w(i, j) · (a(i, d) - b(j, d)) as a(i, d) · Σ_j w(i, j) - Σ_j w(i, j) · b(j, d), a product of matrices, for
-    loaded bfloat16; empty if the body is none.
-
-    Far from the origin the terms cancel. They are exact but for sums in float32 if both take w as a product of matrices
-    rounds it: what that rounds away is multiplied by the difference then, as it is in PyTorch, and not by a and b.
-    """
-    found = factors(body)
-    own = _difference([f for f in found if scope.varies(f)], frozenset(), scope)
-    if own is None:
-        return []
-    (a, b, sign), moving = own
-    hoisted = functools.reduce(
-        lambda x, y: scope.op("mul", x, y),
-        [cast(g, scope.dtype) for g in found if not scope.varies(g)],
-        scope.const(sign),
-    )
-    weight = functools.reduce(lambda x, y: scope.op("mul", x, y), moving)
-    first = scope.op("mul", hoisted, cast(a, scope.dtype))
-    return [
-        Term(first, factors=(scope.op("rounded", weight),)),
-        Term(scope.op("neg", hoisted), factors=(*moving, b)),
-    ]
-
-
-def _parts(t: Term, dtype: str, scope: Scope) -> list[Term]:
-    """`_differences` of what is taken about a running maximum: the weights are powers, times other factors."""
-    if t.exponent is None or t.shifts or dtype != "bf16":
-        return [t]
-    own = _difference(t.factors, free_axes(t.exponent), scope)
-    if own is None:
-        return [t]
-    (a, b, sign), rest = own
-    first = scope.op("mul", scope.op("mul", scope.const(sign), t.hoisted), cast(a, scope.dtype))
-    second = scope.op("mul", scope.const(-sign), t.hoisted)
-    return [replace(t, hoisted=first, factors=rest, rounded=True), replace(t, hoisted=second, factors=(*rest, b))]
-
-
-def _difference(
-    found: Sequence[Expr], axes: frozenset[Axis], scope: Scope
-) -> tuple[tuple[Expr, Expr, float], tuple[Expr, ...]] | None:
-    """What does not vary of a difference among factors that do, what varies, and the sign of the former; and the other
-    factors, of which weights of these axes are one. None if there is none, or none of features."""
-    for n, f in enumerate(found):
-        if not isinstance(f, Op) or f.name != "sub":
-            continue
-        if not all(isinstance(a, Load) and a.dtype == "bf16" for a in f.args):
-            continue
-        rest = (*found[:n], *found[n + 1 :])
-        others = axes.union(*map(free_axes, rest))
-        own, other, sign = (*f.args, 1.0) if scope.varies(f.args[1]) else (*f.args[::-1], -1.0)
-        sides = others & free_axes(own), free_axes(f) - others
-        if not scope.varies(own) and all(any(a.extent > 1 for a in some) for some in sides):
-            return (own, other, sign), rest
-    return None
-
-
-def _factors(e: Expr, scope: Scope) -> tuple[Expr, ...]:
-    """The factors of a product, taken apart as far as some of them are free of the loop axis."""
-    if isinstance(e, Op) and e.name == "neg":
-        return (scope.const(-1.0), *_factors(e.args[0], scope))
-    if not isinstance(e, Op) or e.name != "mul":
-        return (e,)
-    parts = [_factors(a, scope) for a in e.args]
-    found = (*parts[0], *parts[1])
-    return found if any(not scope.varies(f) for f in found) else (e,)
 
 
 def _term(t: Term, r: Reduce, n: int, scope: Scope, state: _Streams) -> Expr:

@@ -10,10 +10,12 @@ from ..expr import Axis, Expr, Load, Op, free_axes, loads, reductions, walk
 from ..inner import over_distances
 from ..program import Program, Value, depends
 from ..target import HOPPER
-from .choose import COSTLY
-from .joins import Sides, has_weight, is_of_positions, is_of_small_sets, is_picked_often
+from .blow_ups import is_picked_often
+from .joins import Sides, is_of_positions, is_of_small_sets
+from .registers import COSTLY
 from .resolve_views import inlined, root_of
 from .weigh import ISSUED, LAUNCH, MOVED, POWERS
+from .weights import has_weight
 
 # Float operations of a prologue that may be repeated in the loop (column side) or per row tile (row side).
 MAX_COLUMN_OPS, MAX_ROW_OPS = 3, 12

@@ -7,12 +7,12 @@ from dataclasses import replace
 from ..build import substitute
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Index, Op, Reduce, free_axes, index, load, loads, walk
-from . import choose
+from . import registers
+from .covered import MAX_COVERED
 from .fuse import Fused, Output
-from .stream import MAX_COVERED
 
 # What takes many instructions an element.
-COSTLY = (*choose.COSTLY, "div", "sqrt", "rsqrt")
+COSTLY = (*registers.COSTLY, "div", "sqrt", "rsqrt")
 
 
 def tabulate(first: tuple[Fused, ...], groups: tuple[Fused, ...], name: str, compute: str) -> tuple[Fused, ...]:

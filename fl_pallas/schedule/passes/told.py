@@ -10,7 +10,8 @@ from ..build import substitute
 from ..dtype import is_int, itemsize
 from ..expr import Const, Index, Op, free_axes, load, loads, reductions, walk
 from ..program import Program, Value
-from .joins import beside, given_or_returned, is_outer
+from .blow_ups import beside, given_or_returned
+from .joins import is_outer
 from .region import Region, Rejected
 from .resolve_views import root_of
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 
-from ..build import COMPARISONS, dimensions, reduce, rewrite, row_major, substitute
+from ..build import COMPARISONS, dimensions, reduce_over, rewrite, row_major, substitute
 from ..dtype import is_int
 from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, free_axes, index, loads, reductions, walk
 from ..inner import factors
+from .covered import MAX_COVERED, is_batch_sum, is_covered
 from .cut import MAX_GROWTH, is_larger_than
 from .fuse import Fused, Output
-from .stream import MAX_COVERED, is_batch_sum, is_covered
 
 # Operations that put one position beside another.
 _POSITIONS = ("add", "sub", *COMPARISONS)
@@ -82,17 +82,11 @@ def _apart(e: Expr) -> Expr:
     outer = _shared(body, {*axes}) or _unmasked(body, {*axes})
     if not (outer or _frees_reductions(body, {*axes}) or _frees_sides(body, {*axes}, is_batch_sum(e))):
         return e
-    inner = _summed(e.kind, [a for a in axes if a not in outer], body, e.dtype)
+    inner = reduce_over(e.kind, [a for a in axes if a not in outer], body, e.dtype)
     # Where that is much, the parts of a sum are not stored, and their sum not taken by itself.
     if outer and is_larger_than(inner, loads(inner), MAX_GROWTH):
         return e
-    return _summed(e.kind, [a for a in axes if a in outer], inner, e.dtype)
-
-
-def _summed(kind: str, axes: list[Axis], body: Expr, dtype: str) -> Expr:
-    for axis in reversed(axes):
-        body = reduce(kind, axis, body, dtype)
-    return body
+    return reduce_over(e.kind, [a for a in axes if a in outer], inner, e.dtype)
 
 
 def _unmasked(body: Expr, axes: set[Axis]) -> set[Axis]:

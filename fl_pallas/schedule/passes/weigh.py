@@ -23,8 +23,8 @@ from ..integer import linear
 from ..plan import Accumulator, Choices, KernelPlan, bounds_of
 from ..remember import remembered
 from ..target import Target
-from .choose import COSTLY
 from .lay_out import touched_by
+from .registers import COSTLY
 
 # Of a processor and cycle (H100 whitepaper): operations of a matrix product in 16 bits, instructions, exponentials.
 MULTIPLIED, ISSUED, POWERS = 4096, 128, 16

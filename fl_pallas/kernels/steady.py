@@ -1,0 +1,63 @@
+"""What is the same in all iterations of a loop, and is evaluated before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..schedule.dtype import is_float
+from ..schedule.expr import Const, Expr, Index, Load, Op, Reduce, children, free_axes, loads, reductions
+from ..schedule.inner import Product, as_product, as_sheared, is_sequential
+from .loads import load
+from .products import Side, ranged
+from .tile import Context, Scope
+
+
+def hoist(ctx: Context, exprs: Iterable[Expr], loop: Scope) -> None:
+    """Evaluate what `exprs` share with the world outside of `loop`, before it starts."""
+    done: set[Expr] = set()
+
+    def visit(e: Expr) -> None:
+        if e in done or isinstance(e, (Const, Index)):
+            return
+        done.add(e)
+        if not loop.binds(e):
+            if isinstance(e, Load):
+                load(ctx, e)
+            elif not _is_address(e):
+                ctx.eval(e)
+            return
+        for c in children(e):
+            visit(c)
+
+    for e in exprs:
+        visit(e)
+
+
+def _is_address(e: Expr) -> bool:
+    """Whether it is integer arithmetic of addresses, which is left where it is used."""
+    return isinstance(e, Op) and not is_float(e.dtype) and not loads(e)
+
+
+def steady_sides(ctx: Context, exprs: Iterable[Expr]) -> list[Side]:
+    """The sides of matrix products in `exprs` that are computed, and are the same wherever this scope is."""
+    here = ctx.scopes[-1]
+    found: dict[Side, None] = {}
+    for r in dict.fromkeys(n for e in exprs for n in reductions(e)):
+        p = _matrix_product(ctx, r)
+        for factors in (p.left, p.right) if p is not None else ():
+            raw = len(factors) == 1 and isinstance(factors[0], Load) and factors[0].dtype == r.dtype
+            if not raw and not any(map(here.binds, factors)):
+                found[Side(factors, r.axis, r.dtype)] = None
+    return [*found]
+
+
+def _matrix_product(ctx: Context, r: Reduce) -> Product | None:
+    """What `reduced` makes a matrix product of, if it does."""
+    wide = ctx.wide(free_axes(r.body) | {r.axis})
+    if r.kind != "sum" or not is_float(r.body.dtype) or is_sequential(r, wide):
+        return None
+    p = as_product(r.body, r.axis, wide)
+    if p is None and ctx.gathers():
+        sheared = as_sheared(r.body, r.axis, wide)
+        p = None if sheared is None else sheared.product
+    return p if p is None else ranged(ctx, p, r.dtype)

@@ -1,0 +1,338 @@
+"""Blow-ups: which of the joins a region grows from, and which serve those or end them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from ..dtype import is_float
+from ..expr import Axis, Load, Op, free_axes, loads, outer_loads, reductions, walk
+from ..program import Program, Value, depends
+from .joins import Seed, axes_of, is_of_positions, is_outer, shared_axes
+from .resolve_views import root_of
+from .weights import has_weight, is_weight, operand_names, rank_of
+
+# A contraction with a weight longer than this is a projection even if its result is coupled.
+MAX_WEIGHT_CONTRACTION = 256
+
+
+def is_larger(program: Program, seed: Seed) -> bool:
+    """Whether a join is larger than each of its operands: of a product, those that are multiplied."""
+    v = seed.value
+    return bool(seed.rows and seed.cols) and all(v.numel > program.by_name[r].numel for r in operand_names(v))
+
+
+def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
+    """Whether a region grows from this join.
+
+    Joins with a weight are projections unless they are larger than their sources, and normalised (learned keys) or
+    searched (codes). Others must be larger than their sources and be reduced later, those of elements also larger
+    than all inputs, or normalised; a shorter one (short sequences) must be coupled, and not merely lead to another
+    join of that kind.
+    """
+    v = seed.value
+    assert v.expr is not None
+    readers = [program.by_name[u] for u in program.users[v.name]]
+    if _is_table(program, v) or (reductions(v.expr) and is_picked_often(program, v, readers)):
+        return False
+    if v.projection and not (is_exponent(program, v) and _is_normalised(program, seed)):
+        return False
+    coupled, followed = _path(program, v)
+    larger = is_larger(program, seed)
+    if has_weight(program, v) and not _is_measured(program, seed):
+        contraction = max((r.axis.extent for r in reductions(v.expr)), default=1)
+        asked = followed and larger and contraction <= MAX_WEIGHT_CONTRACTION
+        return asked and (_is_normalised(program, seed) or is_searched(program, v))
+    if larger:
+        # Angles, positions by frequencies: a table that is smaller than what it turns.
+        given = max((i.numel for i in program.values if i.op == "input"), default=0)
+        table = is_outer(v) and (v.numel <= given or _is_added(program, v, seeds))
+        return followed and (not table or _is_normalised(program, seed))
+    later = (s.value for s in seeds if s is not seed and _feeds(program, v.name, s.value.name))
+    return coupled and followed and not any(not has_weight(program, s) and _asks_again(program, s) for s in later)
+
+
+def _is_added(program: Program, v: Value, seeds: list[Seed]) -> bool:
+    """Whether `v` is put together with something as large to which no other join leads: positions by row and column,
+    with the tokens that a layer makes."""
+    joins = [s.value.name for s in seeds if s.value is not v and not has_weight(program, s.value)]
+    others = (o for o in beside(program, v) if not _is_of_pairs(program, o))
+    return any(o.name not in joins and not any(_feeds(program, n, o.name) for n in joins) for o in others)
+
+
+def _is_of_pairs(program: Program, v: Value) -> bool:
+    """Whether `v` is made, element by element, of what is outer, if it is no seed: a mask of pairs."""
+    stack, seen = [v], {v.name}
+    while stack:
+        u = stack.pop()
+        if u.expr is None or reductions(u.expr):
+            continue
+        if is_outer(u):
+            return True
+        made = [program.by_name[name] for name in u.reads if name not in seen]
+        seen.update(m.name for m in made)
+        stack += [m for m in made if m.numel >= u.numel]
+    return False
+
+
+def beside(program: Program, v: Value) -> Iterator[Value]:
+    """What is as large as `v`, is not made of it, and is put together with it element by element."""
+    readers = (program.by_name[name] for name in program.users[v.name])
+    pointwise = (u for u in readers if u.expr is not None and not reductions(u.expr))
+    others = (program.by_name[name] for u in pointwise for name in u.reads if name != v.name)
+    return (o for o in others if o.numel >= v.numel and not depends(program, {o.name}, {v.name}))
+
+
+def _is_normalised(program: Program, seed: Seed) -> bool:
+    """Whether elements of the join meet a reduction of themselves again, as in a softmax.
+
+    In a backward pass that is an input, a number for each index of one side, the other being of extent 1 (and not what
+    a batch of one leads with). The gradient of a bias only sums.
+    """
+    v = seed.value
+    sizes = [v.numel // math.prod(a.extent for a in side) for side in (seed.rows, seed.cols)]
+    inputs = (i for i in program.values if i.op == "input" and is_float(i.dtype))
+    kept = {i.name for i in inputs if i.numel in sizes and 1 in i.shape[_leading(i.shape) :]}
+    own, statistics = {v.name}, kept
+    for u in program.values:
+        if u.expr is None or own.isdisjoint(u.reads) and statistics.isdisjoint(u.reads):
+            continue
+        found = reductions(u.expr)
+        alone = any(len(set(loads(r.body))) == 1 and loads(r.body)[0].source in own for r in found)
+        if not own.isdisjoint(u.reads) and (not statistics.isdisjoint(u.reads) or alone and u.numel == v.numel):
+            return True
+        if alone or not (found or statistics.isdisjoint(u.reads)):
+            statistics.add(u.name)
+        elif not found:
+            own.add(u.name)
+    return False
+
+
+def _is_measured(program: Program, seed: Seed) -> bool:
+    """Whether what elements of two tensors make of each other is summed, or its largest taken, along what both have:
+    points and centres, by features. A layer's product sums by itself, and a bias is no pair of anything."""
+    v = seed.value
+    if v.expr is None or reductions(v.expr):
+        return False
+    along = {v.name: shared_axes(seed)}
+    for u in program.values:
+        if u.expr is None:
+            continue
+        for node in (n for n in loads(u.expr) if n.source in along):
+            axes = _along(program.by_name[node.source], node, along)
+            if any(r.axis in axes for r in reductions(u.expr)):
+                return True
+            along[u.name] = along.get(u.name, frozenset()) | axes & frozenset(u.axes)
+    return False
+
+
+def is_searched(program: Program, v: Value) -> bool:
+    """Whether nothing becomes of a product with a weight but its extremes along all that the weight brings, or their
+    places: the code next to a vector."""
+    assert v.expr is not None
+    rank = rank_of(program, v)
+    weights = {r for r in v.reads if is_weight(program, program.by_name[r], rank)}
+    touched = [(n.source in weights, axes_of(n)) for n in loads(v.expr)]
+    along = {v.name: frozenset(v.axes).difference(*(t for weight, t in touched if not weight))}
+    found = False
+    for u in program.values:
+        reads = () if u.expr is None else [n for n in loads(u.expr) if n.source in along]
+        if u.expr is None and not along.keys().isdisjoint(u.reads):
+            return False
+        if not reads:
+            continue
+        own = frozenset(u.axes) & frozenset().union(*(_along(program.by_name[n.source], n, along) for n in reads))
+        kinds = {r.kind for r in reductions(u.expr)} if u.expr is not None else set()
+        if kinds - {"max", "min"} or bool(own) == bool(kinds):
+            return False
+        if own:
+            along[u.name] = own
+        found |= bool(kinds)
+    return found and bool(along[v.name])
+
+
+def _along(v: Value, node: Load, along: dict[str, frozenset[Axis]]) -> frozenset[Axis]:
+    """Axes that index, in a load of `v`, the ones it has in `along`."""
+    return frozenset().union(*(free_axes(i) for a, i in zip(v.axes, node.index) if a in along[v.name]))
+
+
+def is_exponent(program: Program, v: Value) -> bool:
+    """Whether an exponential is taken of `v`, or of what is made of it element by element: scores, and no features that
+    are normalised by their mean.
+    """
+    stack, seen = [v.name], {v.name}
+    while stack:
+        for user in set(program.users[stack.pop()]) - seen:
+            e = program.by_name[user].expr
+            seen.add(user)
+            if e is not None and any(isinstance(n, Op) and n.name == "exp" for n in walk(e)):
+                return True
+            if e is not None and not reductions(e):
+                stack.append(user)
+    return False
+
+
+def _leading(shape: tuple[int, ...]) -> int:
+    """How many dimensions of extent 1 a shape begins with."""
+    return next((n for n, extent in enumerate(shape) if extent > 1), len(shape))
+
+
+def _asks_again(program: Program, v: Value) -> bool:
+    return all(_path(program, v))
+
+
+def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
+    """Whether the product that reduces `seed`, or a part of it, is itself a blow-up at least as large as that; or
+    reduces a larger one, and the seed is only a product, no larger than what is given or returned.
+
+    Then `seed` is part of an operand (the angles of a rotary embedding, queries and keys that are normalised, values
+    that each head makes of a token), which that region may compute or read. So are features that a layer makes, of
+    whatever size, and a norm takes the means of.
+    """
+    own = _is_normalised(program, seed)
+    features = has_weight(program, seed.value) and not is_exponent(program, seed.value)
+    # What reduces a softmax, and is none (a gradient of values that few queries ask for), is its end.
+    others = {s.value.name for s in seeds if s is not seed and (not own or _is_normalised(program, s))}
+    larger = _weighing(program, seed, seeds)
+    seen: set[str] = set()
+    stack = [seed.value.name]
+    while stack:
+        part = program.by_name[stack.pop()]
+        for user in set(program.users[part.name]) - seen:
+            seen.add(user)
+            u = program.by_name[user]
+            if u.expr is not None and reductions(u.expr):
+                large = features or u.numel >= part.numel
+                if user in others and large or any(_feeds(program, name, user) for name in larger):
+                    return True
+                if features and u.numel == part.numel:
+                    stack.append(user)
+            elif u.expr is not None:
+                stack.append(user)
+    return False
+
+
+def _weighing(program: Program, seed: Seed, seeds: list[Seed]) -> list[str]:
+    """The larger blow-ups that `seed` has no part in, if it is a product alone, no larger than what is given or
+    returned."""
+    size, name = seed.value.numel, seed.value.name
+    if size > given_or_returned(program) or _path(program, seed.value)[0]:
+        return []
+    return [n for s in seeds if s.value.numel > size and not depends(program, {n := s.value.name}, {name})]
+
+
+def given_or_returned(program: Program, apart: frozenset[str] = frozenset()) -> int:
+    """Elements of the largest value that the program is given or returns, `apart` from some of its outputs.
+
+    Of what is returned by halves and more (weights without those of a sink), all of it counts: it is stored as a whole.
+    """
+    around = [v.numel for v in program.values if v.op == "input"]
+    for name in {*program.outputs} - apart:
+        own, whole = (program.by_name[n].numel for n in (name, root_of(program, name)))
+        around.append(whole if whole <= 2 * own else own)
+    return max(around, default=0)
+
+
+def ends(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
+    """Whether `seed`, no larger than its operands, reduces a larger blow-up, or is no softmax and reduces one: that
+    one's region ends with it.
+
+    What follows (a norm, a sum over the heads that share a key) is of linear size, and no part of it.
+    """
+    others = [s for s in seeds if s is not seed]
+    if is_larger(program, seed):
+        if _is_normalised(program, seed):
+            return False
+        others = [s for s in others if not is_larger(program, s) and _is_normalised(program, s)]
+    else:
+        others = [s for s in others if is_larger(program, s)]
+    return any(_feeds(program, s.value.name, seed.value.name) for s in others)
+
+
+def _is_table(program: Program, v: Value) -> bool:
+    """Whether `v` is made of indices and constants alone, and no larger than an input."""
+    given = [i.numel for i in program.values if i.op == "input" and is_float(i.dtype)]
+    return v.numel <= max(given, default=0) and is_of_positions(program, v)
+
+
+def is_picked_often(program: Program, v: Value, readers: Sequence[Value]) -> bool:
+    """Whether elements of `v` are read at places that data decides alone, and more often than there are any: sums for
+    each of these would be made again and again."""
+
+    def is_by_data(n: Load) -> bool:
+        return any(not is_of_positions(program, program.by_name[m.source]) for i in n.index for m in loads(i))
+
+    reads = [(n, reader) for reader in readers if reader.expr is not None for n in loads(reader.expr)]
+    own = [(n, reader) for n, reader in reads if n.source == v.name]
+    return bool(own) and all(is_by_data(n) and reader.numel >= v.numel for n, reader in own)
+
+
+def _path(program: Program, v: Value) -> tuple[bool, bool]:
+    """What lies between `v` and the product that reduces it.
+
+    (some step is not linear or some statistic is of `v` alone, some reduction consumes it)
+    """
+    seen, stack, coupled, followed = set(), [v.name], False, False
+    path, sums = {v.name}, []
+    while stack:
+        name = stack.pop()
+        for user in program.users[name]:
+            u = program.by_name[user]
+            if user in seen:
+                continue
+            seen.add(user)
+            if u.expr is None:
+                # Whatever it does, it reads all of `v`, which is then in its way.
+                followed = True
+                continue
+            found = reductions(u.expr)
+            followed |= bool(found)
+            alone = {r.kind for r in found if len(set(loads(r.body))) == 1}
+            sums += [u] if "sum" in alone else []
+            coupled |= bool(alone - {"sum"}) or any(isinstance(n, Op) and _couples(n) for n in walk(u.expr))
+            if not found or len(u.axes) == len(v.axes) and u.numel == v.numel:
+                stack.append(user)
+                path.add(user)
+    return coupled or any(_meets(program, u, path) for u in sums), followed
+
+
+def _meets(program: Program, u: Value, path: set[str]) -> bool:
+    """Whether a sum over values of `path` is put together with one of them again (the gradient of a bias is not)."""
+    assert u.expr is not None
+    if any(n.source in path for n in outer_loads(u.expr)):
+        return True
+    below = {u.name}
+    for value in program.values:
+        if below & set(value.reads):
+            if path & set(value.reads):
+                return True
+            below.add(value.name)
+    return False
+
+
+def _couples(n: Op) -> bool:
+    """Whether an operation is more than linear in what it reads, as a mask or a square is; what puts pieces side by
+    side is not."""
+    if n.name == "select" and not loads(n.args[0]) and len(free_axes(n.args[0])) < 2:
+        return False
+    if n.name == "mul" and n.args[0] == n.args[1]:
+        return bool(loads(n))
+    return n.name not in _LINEAR and n.dtype != "bool"
+
+
+_LINEAR = ("mul", "div", "add", "sub", "neg", "cast", "floordiv", "mod")
+
+
+def _feeds(program: Program, source: str, target: str) -> bool:
+    """Whether `target` reads `source`, or heads of it that are as large as `target`, through pointwise values only."""
+    least = min(program.by_name[source].numel, program.by_name[target].numel)
+    stack, seen = [source], {source}
+    while stack:
+        for user in program.users[stack.pop()]:
+            u = program.by_name[user]
+            if user == target:
+                return True
+            if user not in seen and u.expr is not None and u.numel >= least:
+                seen.add(user)
+                stack.append(user)
+    return False

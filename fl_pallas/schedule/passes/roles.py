@@ -1,0 +1,133 @@
+"""Roles: what becomes of the parallel axes of a kernel, before any tile has a width."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..dtype import is_float
+from ..expr import Axis, Expr, Load, Op, Reduce, Ref, free_axes, index, loads, walk
+from ..inner import factors, power_of_two
+from ..plan import Accumulator, Loop, Store
+from ..remember import remembered
+from ..scan import scanned_axes
+
+# Rows that have nothing in common, and are summed each by itself, are taken several at once where there are so many.
+MANY_ROWS = 16384
+MAX_FEATURES = 256
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Parallel axes by what becomes of them.
+
+    Attributes:
+      features: taken whole by each program, for the expensive part of the loop does not depend on them.
+      row: the axis that is tiled, because what the loop loads does not depend on it; None if none is.
+      batch: taken one index at a time.
+      column: the other side of a product with the row, where no loop runs over it; None if there is none.
+    """
+
+    features: tuple[Axis, ...]
+    row: Axis | None
+    batch: tuple[Axis, ...]
+    column: Axis | None = None
+
+
+@remembered
+def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> Roles:
+    """Sort the parallel axes of a kernel into features, row and batch."""
+    axes = [a for a in parallel if a.extent > 1]
+    scanned = set() if loops else scanned_axes([s.expr for s in stores])
+    if scanned:
+        # Running sums of what is stored, of many rows at once.
+        column = max(scanned, key=lambda a: (a.extent, a.name))
+        others = [a for a in axes if a != column]
+        row = max(others, key=lambda a: (a.extent, axes.index(a)), default=None)
+        return Roles((), row, tuple(a for a in others if a != row), column)
+    updates = [s.update for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
+    bodies = updates or [s.expr for s in stores]
+    heavy = [n for e in bodies for n in walk(e) if isinstance(n, Reduce) or isinstance(n, Op) and n.name in HEAVY]
+    # What is made of one tensor, element by element, is a side of a product: as a gate that goes to its features.
+    costly = set().union(*map(free_axes, [n for n in heavy if not _is_of_one(n)] or heavy))
+    if not costly:
+        costly = set().union(*(free_axes(n) for e in bodies for n in loads(e)[:1]))
+    if not loops:
+        # Where nothing is computed for several of them at once: as memory lies.
+        last = {s.axes[-1] for s in stores if s.axes and s.axes[-1].extent <= MAX_FEATURES}
+        plain = not any(isinstance(n, Reduce) for e in bodies for n in walk(e))
+        costly -= {a for a in last if plain or all(_runs_along(n, a, costly) for e in bodies for n in loads(e))}
+    features = [a for a in axes if a not in costly]
+    for store in stores:
+        own = [a for a in store.axes if a in features]
+        while len(own) > 1 and math.prod(power_of_two(a.extent) for a in own) > MAX_FEATURES:
+            features.remove(own.pop(0))
+    rest = [a for a in axes if a not in features]
+    every = {n for e in bodies for n in loads(e)}
+    along = {loop.axis for loop in loops}
+    numbers = {n for n in every if is_float(n.dtype)}
+    # Labels, where pairs are counted.
+    found = numbers if any(not loops or free_axes(n) & along for n in numbers) else every
+    inner = [n for n in found if not loops or free_axes(n) & along and not _is_table(n)]
+
+    others = {*rest, *along}
+
+    def elements(n: Load) -> int:
+        """Of an index of the loop and of each parallel axis."""
+        return math.prod(b.extent for b in free_axes(n) - others)
+
+    def reuse(a: Axis) -> tuple[int, int, int]:
+        return sum(elements(n) for n in inner if a not in free_axes(n)), a.extent, axes.index(a)
+
+    row = max(rest, key=reuse, default=None)
+    if row is not None and loops and reuse(row)[0] == 0:
+        few = math.prod(a.extent for a in rest) < MANY_ROWS
+        row = None if few or any(isinstance(n, Reduce) for e in bodies for n in walk(e)) else _innermost(found, rest)
+    column = None if loops else _other_side(row, rest, stores)
+    return Roles(tuple(features), row, tuple(a for a in rest if a not in (row, column)), column)
+
+
+def _innermost(found: set[Load], rest: list[Axis]) -> Axis | None:
+    """The axis of `rest` along which neighbours of the largest loads lie closest together."""
+
+    def depth(a: Axis) -> tuple[int, int]:
+        places = [len(n.index) - n.index.index(index(a)) for n in found if index(a) in n.index]
+        return -min(places, default=99), a.extent
+
+    return max(rest, key=depth, default=None)
+
+
+def _runs_along(n: Load, a: Axis, axes: set[Axis]) -> bool:
+    """Whether a load has all of `axes`, and neighbours along `a` lie side by side (a sum of heads' parts)."""
+    return axes <= free_axes(n) and n.index[-1] is index(a)
+
+
+def _is_table(n: Load) -> bool:
+    """Whether a load is of a place that is computed, by more than views compute, from several axes: of no side of a
+    product."""
+    return any(
+        len(free_axes(i)) > 1 and any(isinstance(m, Op) and m.name not in _VIEW for m in walk(i)) for i in n.index
+    )
+
+
+_VIEW = ("add", "sub", "mul", "neg", "floordiv", "mod")
+HEAVY = ("exp", "tanh", "sigmoid", "log", "select")
+
+
+def _is_of_one(e: Expr) -> bool:
+    """Whether an expression has no sums, no references, and no axis that one of its loads has not."""
+    nodes = list(walk(e))
+    if any(isinstance(n, Reduce | Ref) for n in nodes):
+        return False
+    return any(free_axes(e) <= free_axes(n) for n in nodes if isinstance(n, Load) and is_float(n.dtype))
+
+
+def _other_side(row: Axis | None, rest: list[Axis], stores: tuple[Store, ...]) -> Axis | None:
+    """The axis of `rest` that the products with `row` have on their other side."""
+    products = [n for s in stores for n in walk(s.expr) if isinstance(n, Reduce) and n.kind == "sum"]
+    found: set[Axis] = set()
+    for r in products:
+        sides = [free_axes(f) for f in factors(r.body) if r.axis in free_axes(f)]
+        if any(row in s for s in sides):
+            found |= {a for a in rest if any(a in s for s in sides) and not any({a, row} <= s for s in sides)}
+    return max(found, key=lambda a: (a.extent, a.name), default=None)

@@ -1,0 +1,54 @@
+"""Weights: operands of a product that a layer has, and not its tokens."""
+
+from __future__ import annotations
+
+from ..dtype import is_float
+from ..expr import loads, reductions
+from ..program import Program, Value
+
+
+def has_weight(program: Program, v: Value) -> bool:
+    """Whether an operand of the product is a parameter, or a matrix where the other has batch axes; or either changed
+    by what is made of such (normalised, with an update of low rank). A product of weights (learned queries) is none.
+    """
+    rank = rank_of(program, v)
+    return any(is_weight(program, s, rank) for s in _operands_of(program, v))
+
+
+def _operands_of(program: Program, v: Value) -> list[Value]:
+    """The floats that are multiplied, where some are: a bias that is added to products is none."""
+    return [s for r in operand_names(v) if is_float((s := program.by_name[r]).dtype)]
+
+
+def operand_names(v: Value) -> list[str]:
+    """What is multiplied, or all that is read where no product is."""
+    assert v.expr is not None
+    multiplied = {n.source for r in reductions(v.expr) for n in loads(r.body)}
+    return [r for r in v.reads if r in (multiplied or v.reads)]
+
+
+def rank_of(program: Program, v: Value) -> int:
+    """The most axes that an operand of `v` has, less those along which it is repeated (`x[:, None] * y`)."""
+    shapes = [s.shape for s in _operands_of(program, v)]
+    by_element = v.expr is not None and not reductions(v.expr)
+    alike = [by_element and len(s) == len(v.shape) for s in shapes]
+    repeated = [sum(n == 1 < whole for n, whole in zip(s, v.shape)) if a else 0 for s, a in zip(shapes, alike)]
+    return max((len(s) - n for s, n in zip(shapes, repeated)), default=0)
+
+
+def is_weight(program: Program, v: Value, rank: int) -> bool:
+    """Whether an operand, one of a value whose operands have at most `rank` axes, is a weight or made of weights."""
+    if v.expr is None:
+        # A fact is what the forward pass has computed: tokens, not weights, whatever axes a product gave them.
+        made = any(f.name == v.name for f in program.facts)
+        return v.op == "parameter" or (v.op == "input" and len(v.axes) == 2 < rank and not made)
+    if len(v.axes) != 2 or reductions(v.expr) or not v.reads:
+        return False
+    reads = [program.by_name[r] for r in v.reads]
+    return any(is_weight(program, r, rank) for r in reads) and all(_of_weights(program, r, rank) for r in reads)
+
+
+def _of_weights(program: Program, v: Value, rank: int) -> bool:
+    if v.expr is None:
+        return is_weight(program, v, rank)
+    return all(_of_weights(program, program.by_name[r], rank) for r in v.reads)
