@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from .build import negate, op, select
 from .dtype import is_float, itemsize
 from .expr import Axis, Const, Expr, Load, Op, Reduce, Ref, const, free_axes, loads, walk
+from .remember import remembered
 
 MAX_TERMS = 8
 MAX_SHIFTS = 2
@@ -313,6 +314,7 @@ def _degree(e: Expr, scope: Scope) -> int | None:
     return 0 if e.name == "log" or not any(known) else None
 
 
+@remembered
 def non_negative(e: Expr, positive: frozenset[str]) -> bool:
     """Whether `e` is provably >= 0 (or NaN); `positive` names references known to be."""
     if isinstance(e, Const):
@@ -351,6 +353,7 @@ def reads_beyond(e: Expr, reference: Expr) -> bool:
     return _is_filled(e) or next(beyond, None) is not None
 
 
+@remembered
 def _is_filled(e: Expr) -> bool:
     """Whether data is added to `e`, or put in the place of some of it; a factor (a temperature, a slope) is not, nor
     what is taken from all (a row's maximum is as large as what it is of)."""
@@ -408,6 +411,7 @@ def power_of_difference(x: Expr, reference: Expr, factor: float, kind: str) -> E
     return op("exp2", exponent, dtype=kind)
 
 
+@remembered
 def positive_factor(e: Expr) -> tuple[Expr, float]:
     """`e` as core · c, c a positive constant: c·max x = max c·x, and select(p, c·x, -inf) = c·select(p, x, -inf)."""
     if isinstance(e, Op) and e.name in ("mul", "div") and isinstance(e.args[1], Const):

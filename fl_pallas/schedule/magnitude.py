@@ -8,8 +8,10 @@ from .dtype import is_float
 from .expr import Const, Expr, Op
 from .integer import bounds
 from .laws import non_negative
+from .remember import remembered
 
 
+@remembered
 def magnitude(e: Expr) -> float:
     """A bound of |e| over all its axes, but for NaN; infinite if none is known."""
     if not is_float(e.dtype):
@@ -35,6 +37,7 @@ def magnitude(e: Expr) -> float:
     return math.inf
 
 
+@remembered
 def _is_below(e: Expr) -> bool:
     """Whether e is provably <= 0 (or NaN)."""
     if isinstance(e, Const):

@@ -156,6 +156,7 @@ def _is_replaced_maximum(e: Expr) -> bool:
     return False
 
 
+@remembered
 def solve(condition: Expr, axis: Axis, tiled: frozenset[Axis]) -> Range:
     """The interval of indices of `axis` outside which `condition` is false for the whole tile."""
     if isinstance(condition, Const):
@@ -194,6 +195,7 @@ def _all_or_nothing(condition: Op, axis: Axis, tiled: frozenset[Axis]) -> Range:
     return select(possible, none, every), select(possible, every, none)
 
 
+@remembered
 def solve_certain(condition: Expr, axis: Axis, tiled: frozenset[Axis]) -> Range | None:
     """An interval of indices of `axis` on which `condition` is true for the whole tile; None if none is known."""
     if isinstance(condition, Const):

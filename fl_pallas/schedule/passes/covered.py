@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..expr import Axis, Expr, Reduce, free_axes, reductions
 from ..inner import as_product, as_sheared, factors
+from ..remember import remembered
 
 # Reductions up to this extent that contain no other are taken whole, without a loop.
 MAX_COVERED = 256
@@ -20,6 +21,7 @@ def is_covered(r: Reduce) -> bool:
     return r.axis.extent <= MAX_COVERED and not reductions(r.body) or is_batch_sum(r)
 
 
+@remembered
 def is_batch_sum(r: Reduce) -> bool:
     """Whether `r` sums products of matrices, each of whose factors is another for each index: it is no side of them,
     and a tile of the products is summed over it (the gradient of a bias that a batch shares). Other sums are the same

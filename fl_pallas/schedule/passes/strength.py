@@ -13,6 +13,7 @@ from ..integer import bounds, from_linear, linear
 from ..laws import EXACT, holds_large, is_narrow, may_be_large, non_negative, positive_factor, power_of_difference
 from ..plan import Accumulator, Loop, Step
 from ..program import Value
+from ..remember import remembered
 from .fuse import Fused
 
 # The largest power, in halves, that is taken by multiplications of a root.
@@ -47,6 +48,7 @@ def _cut_exactly(e: Expr) -> Expr:
     return e
 
 
+@remembered
 def _exactly(e: Expr) -> Expr:
     """`e` with its quotients of tensors and positions left divisions; sums of scores are not exact in any case, and by
     a power of two a product is."""
@@ -123,6 +125,7 @@ def _with_factor_outside(e: Op) -> Expr | None:
     return None
 
 
+@remembered
 def _may_be_mask(e: Expr) -> bool:
     """Whether tensors or choices are among its terms, other than in sums: what a mask is multiplied by is immense."""
     if isinstance(e, Op):
@@ -143,6 +146,7 @@ def _scaled(x: Expr, factor: Const, dtype: str) -> Expr:
     return op("mul", x, factor, dtype=dtype)
 
 
+@remembered
 def _is_term(kind: type[Expr], e: Expr) -> bool:
     """Whether one of the terms is such an expression, times constants perhaps: products are, and additive masks."""
     if isinstance(e, Op) and e.name in ("select", "add", "sub"):
@@ -207,6 +211,7 @@ def _by_logarithm(e: Op) -> Expr:
     return select(of("eq", exponent, zero), one, signed)  # of zero, and of what is infinite or NaN, too
 
 
+@remembered
 def _is_whole(e: Expr) -> bool:
     """Whether a float is of integers alone: finite, and whole."""
     if isinstance(e, Const):
