@@ -15,7 +15,7 @@ from ..schedule.integer import bounds
 from ..schedule.laws import non_negative
 from ..schedule.magnitude import magnitude
 from .native import extreme, quotient
-from .pointwise import POINTWISE, log1p
+from .pointwise import POINTWISE, log1p, log2_by_parts
 from .tile import Context, Tile
 from .turn import turned
 
@@ -55,6 +55,8 @@ def elementwise(ctx: Context, e: Op) -> Tile:
         return Tile(turned(e.name, arrays[0], magnitude(e.args[0])), axes)
     if e.name == "log1p" and ctx.compute == "f32" and not ctx.interpret and non_negative(e.args[0], frozenset()):
         return Tile(log1p(arrays[0], magnitude(e.args[0]), e.dtype == "bf16"), axes)
+    if e.name == "log2" and ctx.interpret:
+        return Tile(log2_by_parts(arrays[0]), axes)
     if e.name == "rounded" and ctx.interpret:
         # XLA takes the cast and its inverse for nothing.
         return Tile(lax.reduce_precision(arrays[0], 8, 7), axes)

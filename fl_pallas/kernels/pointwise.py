@@ -174,6 +174,19 @@ def _quotient(a: Array, b: Array) -> Array:
     return jnp.where(whole * b == a, whole, approximate)
 
 
+def _log2(x: Array) -> Array:
+    """log2(x), whole for powers of two: levels and buckets are cut there."""
+    close = jnp.log(x) * jnp.asarray(LOG2_E, x.dtype)
+    whole = jnp.floor(close + 0.5)
+    return jnp.where(jnp.exp2(whole) == x, whole, close)
+
+
+def log2_by_parts(x: Array) -> Array:
+    """`_log2` where exp2 is not exact, as XLA's is not on a CPU."""
+    part, exponent = jnp.frexp(x)
+    return jnp.where(part == 0.5, (exponent - 1).astype(x.dtype), jnp.log(x) * jnp.asarray(LOG2_E, x.dtype))
+
+
 POINTWISE: dict[str, Callable[..., Array]] = {
     "add": lax.add,
     "sub": _sub,
@@ -189,7 +202,7 @@ POINTWISE: dict[str, Callable[..., Array]] = {
     "exp2": jnp.exp2,
     "expm1": jnp.expm1,
     "log": jnp.log,
-    "log2": lambda x: jnp.log(x) * jnp.asarray(LOG2_E, x.dtype),
+    "log2": _log2,
     "log1p": jnp.log1p,
     "sqrt": jnp.sqrt,
     "rsqrt": lax.rsqrt,
