@@ -203,3 +203,16 @@ def test_a_side_of_several(seed: int, device: torch.device) -> None:
     shapes = [((2, 40, 8), 1), ((2, 40, 8), 1), ((24, 8), 0.5), ((8,), 0.5)]
     inputs = [(torch.randn(s, generator=generator) * c).bfloat16().to(device) for s, c in shapes]
     check_gradients(bilinear, fl.compile(bilinear), inputs)
+
+
+@pytest.mark.parametrize("scale", [8.0, 40.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_statistic_that_is_returned(dtype: torch.dtype, scale: float, device: torch.device) -> None:
+    """The result is rounded; weights that are computed again from scores that are not are about what it was before."""
+
+    def with_logsumexp(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        scores = q @ k.mT * scale
+        return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+    inputs = draw(*[(1, 2, 70, 8)] * 3, dtype=dtype, device=device)
+    check_gradients(with_logsumexp, fl.compile(with_logsumexp), inputs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ...errors import Unsupported
 from ..build import COMPARISONS, row_major, substitute
 from ..dtype import compute_dtype, is_float, is_int, itemsize
-from ..expr import Expr, Load, Op, index, load, loads, reductions, walk
+from ..expr import Expr, Load, Op, index, load, loads, reductions, sources, walk
 from ..integer import linear
 from ..program import PART, Program, Value, depends
 from .again import grow_again, original
@@ -128,7 +128,7 @@ def keep(
     facts = tuple(f for f in facts if f.name in known)
     chains = {n: chain for n in saved & fused - exact if (chain := copied(joint, n, fused, later))}
     copies = {n: chain[-1].name for n, chain in chains.items()}
-    casts = {n: cast for n in saved - known if (cast := _rounded_alone(joint, n, {*forward}))}
+    casts = {n: cast for n in saved - known - statistics if (cast := _rounded_alone(joint, n, {*forward}))}
     names = frozenset(copies.get(n) or (casts[n].name if n in casts else n) for n in saved | known)
     facts = tuple(_with_casts(seen_through(chains[f.name], f) if f.name in chains else f, casts) for f in facts)
     return Kept(names, exact, facts, tuple(chains.values()))
@@ -153,6 +153,8 @@ def _kept(viewed: Program) -> tuple[frozenset[str], frozenset[str], frozenset[st
             if not later.isdisjoint(v.reads):
                 later.add(v.name)
             if v.name in results and v.op != PART:
+                if v.name in later - region.large and _is_of_rows(v, region.large):
+                    statistics.add(v.name)
                 continue
             # What comes before scores may be as large: tags that a pair shares, counted, or a pair's row of a table.
             if v.expr is not None and reductions(v.expr) and v.name in later - region.large and v.op != PART:
@@ -161,6 +163,11 @@ def _kept(viewed: Program) -> tuple[frozenset[str], frozenset[str], frozenset[st
                 found.discard(v.name)
     large = frozenset[str]().union(*(region.large for region in growth.regions))
     return frozenset(found), frozenset(statistics), frozenset(fused), large
+
+
+def _is_of_rows(v: Value, large: Set[str]) -> bool:
+    """Whether a result is a statistic as well (a row's logsumexp), and sums up no features."""
+    return v.expr is not None and all(large.issuperset(sources(r)) for r in reductions(v.expr))
 
 
 def inner(program: Program) -> frozenset[str]:
