@@ -167,7 +167,7 @@ def _kept(viewed: Program) -> tuple[frozenset[str], frozenset[str], frozenset[st
 
 def _is_of_rows(v: Value, large: Set[str]) -> bool:
     """Whether a result is a statistic as well (a row's logsumexp), and sums up no features."""
-    return v.expr is not None and all(large.issuperset(sources(r)) for r in reductions(v.expr))
+    return v.expr is not None and all(sources(r) <= large for r in reductions(v.expr))
 
 
 def inner(program: Program) -> frozenset[str]:
