@@ -13,6 +13,7 @@ from ..oracle import check
 SIZE = 300
 
 
+@pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")  # float64 is PyTorch's on a GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("times", [1, 113], ids=["near", "far"])
 def test_levels(dtype: torch.dtype, times: int, device: torch.device) -> None:

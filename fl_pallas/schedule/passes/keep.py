@@ -148,12 +148,14 @@ def _kept(viewed: Program) -> tuple[frozenset[str], frozenset[str], frozenset[st
     for region in growth.regions:
         fused.update(region.members)
         results = {root_of(program, name) for name in region.outputs}
-        later = {*region.large}
+        later, of_rows = {*region.large}, set[str]()
         for v in (program.by_name[m] for m in region.members):
             if not later.isdisjoint(v.reads):
                 later.add(v.name)
+            if v.name in later - region.large and _is_of_rows(v, region.large, later - region.large - of_rows):
+                of_rows.add(v.name)
             if v.name in results and v.op != PART:
-                if v.name in later - region.large and _is_of_rows(v, region.large):
+                if v.name in of_rows and not _is_extremum(v):  # which is rounded as what it is one of
                     statistics.add(v.name)
                 continue
             # What comes before scores may be as large: tags that a pair shares, counted, or a pair's row of a table.
@@ -165,9 +167,10 @@ def _kept(viewed: Program) -> tuple[frozenset[str], frozenset[str], frozenset[st
     return frozenset(found), frozenset(statistics), frozenset(fused), large
 
 
-def _is_of_rows(v: Value, large: Set[str]) -> bool:
-    """Whether a result is a statistic as well (a row's logsumexp), and sums up no features."""
-    return v.expr is not None and all(sources(r) <= large for r in reductions(v.expr))
+def _is_of_rows(v: Value, large: Set[str], others: Set[str]) -> bool:
+    """Whether `v` is a statistic of rows (their logsumexp): made of what is large by itself, and not of features that
+    were summed, which are among `others`."""
+    return v.expr is not None and others.isdisjoint(v.reads) and all(sources(r) <= large for r in reductions(v.expr))
 
 
 def inner(program: Program) -> frozenset[str]:
