@@ -155,7 +155,7 @@ def _kept(viewed: Program) -> tuple[frozenset[str], frozenset[str], frozenset[st
             if v.name in later - region.large and _is_of_rows(v, region.large, later - region.large - of_rows):
                 of_rows.add(v.name)
             if v.name in results and v.op != PART:
-                if v.name in of_rows and not _is_extremum(v):  # which is rounded as what it is one of
+                if v.name in of_rows and itemsize(v.dtype) > 2:  # and only then rounded, as PyTorch's logsumexp is
                     statistics.add(v.name)
                 continue
             # What comes before scores may be as large: tags that a pair shares, counted, or a pair's row of a table.
