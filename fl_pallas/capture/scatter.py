@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,6 +44,9 @@ aten = torch.ops.aten
 # Positions of the longest table whose elements ask every value. Each of them goes over all tiles of values that may be
 # its own: those are few where positions are made of indices alone, and all where they are data.
 MAX_ASKING = 128
+# Numbers at a position of a longer one whose diagonals are summed: a bias for each head, and no vector of features, for
+# which sums of each row at each position would be stored.
+MAX_HEADS = 32
 # Values (of each row, say) that every element may ask, however many elements there are.
 FEW = 8
 
@@ -119,10 +123,12 @@ def _sum(
     value: Callable[[Indices], Expr],
     dtype: str,
     refusal: Unsupported,
+    by_distance: bool,
 ) -> Expr:
     """The sum of the values, of all places, whose position is the one that is wanted; `_found` says of what.
 
-    Raises: `refusal` where there are too many positions to go over all values for each, if those are not few.
+    Raises: `refusal` where there are too many positions to go over all values for each, if those are not few, nor
+      decided by distances.
     """
 
     def are_few(asked: Sequence[Axis]) -> bool:
@@ -135,12 +141,24 @@ def _sum(
         with contextlib.suppress(Unsupported):
             here, where = _found(wanted, places, given)
             return _total(here, value(where), given, dtype)
-    if not are_few(places):
+    if not (by_distance or are_few(places)):
         raise refusal
     here: Expr = build.TRUE
     for target, i, n in wanted:
         here = every(here, integer("eq", target, wrapped(i, n)))
     return _total(here, value(tuple(map(index, places))), places, dtype)
+
+
+def _are_by_distance(positions: Sequence[Tensor], places: Sequence[Axis]) -> bool:
+    """Whether positions are decided by how far two places are apart: an element then asks each distance, of which there
+    are as many as places, and not each pair."""
+    inner = tuple(map(index, places))
+    if not all(t.whole for t in positions):
+        return False
+    decided = [position(replace(t, at=t.whole), inner) for t in positions if t.whole]
+    along = frozenset().union(*map(free_axes, decided)).intersection(places)
+    further = {a: integer("add", index(a), 1) for a in along}
+    return len(along) == 2 and all(build.substitute(i, further) is i for i in decided)
 
 
 def _total(here: Expr, value: Expr, places: Sequence[Axis], dtype: str) -> Expr:
@@ -160,13 +178,14 @@ def _written(
     places: Sequence[Axis],
     value: Callable[[Indices], Expr],
     accumulate: bool,
+    by_distance: bool = False,
 ) -> Expr:
     """`old` with the value that goes there, or with the sum of those that do; `value` says what a place has."""
     try:
         here, where = _found(wanted, places)
     except Unsupported as refusal:
         if accumulate:
-            total = _sum(wanted, places, value, out.dtype, refusal)
+            total = _sum(wanted, places, value, out.dtype, refusal, by_distance)
             return _put(out, old, build.TRUE, total, accumulate)
         written = value(tuple(map(index, places)))
         if not free_axes(written).isdisjoint(places):
@@ -209,7 +228,9 @@ def _index_put(out: Spec, x: Tensor, indices: Sequence[Tensor | None], values: T
         def value(where: Indices) -> Expr:
             return element(values, (*rest[:lead], *where, *rest[lead:]), out.dtype)
 
-        return _written(out, x.at(idx), wanted, places, value, accumulate)
+        heads = out.numel // max(1, math.prod(out.shape[d] for d in given))
+        by_distance = heads <= MAX_HEADS and _are_by_distance([*given.values()], places)
+        return _written(out, x.at(idx), wanted, places, value, accumulate, by_distance)
 
     return at
 
@@ -257,7 +278,9 @@ def _embedding_backward(
         def value(where: Indices) -> Expr:
             return element(grad, (*where, idx[1]), out.dtype)
 
-        return build.select(integer("eq", idx[0], padding), zeros, _written(out, zeros, wanted, places, value, True))
+        by_distance = out.numel // max(1, rows) <= MAX_HEADS and _are_by_distance([indices], places)
+        total = _written(out, zeros, wanted, places, value, True, by_distance)
+        return build.select(integer("eq", idx[0], padding), zeros, total)
 
     return at
 

@@ -38,9 +38,14 @@ class Spec:
 
 @dataclass(frozen=True)
 class Tensor(Spec):
-    """A tensor whose element at `idx` (one integer expression per dimension) is `at(idx)`."""
+    """A tensor whose element at `idx` (one integer expression per dimension) is `at(idx)`.
+
+    Attributes:
+      whole: of integers that are made of indices alone, the same in terms of those; None for others.
+    """
 
     at: At
+    whole: At | None = None
 
 
 Operand = Tensor | Number

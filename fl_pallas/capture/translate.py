@@ -12,14 +12,15 @@ from torch.fx.node import Node, map_arg
 
 from ..errors import SourceLoc, Unsupported
 from ..schedule.build import substitute, wrapped
-from ..schedule.expr import Expr, Index, Load, Op, const, index, load, reductions, walk
+from ..schedule.expr import Expr, Index, Load, Op, const, index, load, reductions, sources, walk
 from ..schedule.in_turn import in_turn
 from ..schedule.integer import linear
+from ..schedule.passes.resolve_views import inlined
 from ..schedule.program import Program, Value, left_to_pytorch, reads_of, value_axes
 from . import reduction
 from .dtypes import short_dtype
 from .rules import Result, apply, is_getitem
-from .tensor import Tensor
+from .tensor import Indices, Tensor
 
 aten = torch.ops.aten
 _FRAME = re.compile(r'File "([^"]*)", line (\d+)[^\n]*(?:\n\s*(?!File ")([^\n]*))?')
@@ -67,6 +68,8 @@ class _Translation:
         self.device = kernels_device(v for v in inputs if isinstance(v, torch.Tensor))
         # Names of values that are not made of numbers and indices alone.
         self.data: set[str] = set()
+        # Those made of numbers and indices, written out.
+        self.made: dict[str, Value] = {}
         # Names of those of 32 bits that may have had no room.
         self.wrapped: set[str] = set()
 
@@ -160,7 +163,7 @@ class _Translation:
             why = self.refusals[node] = f"element type {val.dtype}"
         else:
             self.refusals.pop(node, None)
-            self.results[node] = _progression(expr, shape, dtype) or _loaded(node.name, shape, dtype)
+            self.results[node] = _progression(expr, shape, dtype) or self._loaded(node.name, shape, dtype, expr)
         if expr is not None and dtype == "i32":
             expr = self._wrapped(node.name, expr)
         reads = self._reads(node) if expr is None else reads_of(expr)
@@ -180,6 +183,14 @@ class _Translation:
             borrowed=expr is None and schema is not None and any(r.alias_info for r in schema.returns),
             where=line_of(node),
         )
+
+    def _loaded(self, name: str, shape: tuple[int, ...], dtype: str, expr: Expr | None) -> Tensor:
+        def at(idx: Indices) -> Expr:
+            return load(name, idx, dtype)
+
+        if expr is None or dtype != "i64" or not self.data.isdisjoint(sources(expr)):
+            return Tensor(shape, dtype, at)
+        return Tensor(shape, dtype, at, lambda idx: inlined(at(idx), self.values, self.made))
 
     def _wrapped(self, name: str, expr: Expr) -> Expr:
         """What 32 bits hold of a product of theirs, and of sums of such (hashes): sums of ids and lengths, which masks
@@ -211,10 +222,6 @@ def _scanned(node: Node) -> int | None:
     x = source.meta["val"]
     floats = x.is_floating_point() and node.meta["val"].is_floating_point()
     return dim % x.dim() if floats and x.dim() else None
-
-
-def _loaded(name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
-    return Tensor(shape, dtype, lambda idx: load(name, idx, dtype))
 
 
 def _progression(expr: Expr | None, shape: tuple[int, ...], dtype: str) -> Tensor | None:

@@ -74,6 +74,23 @@ def every_relative_key(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor
     return ((q @ k.mT + torch.einsum("bhid,ijd->bhij", q, all_)) / 4).softmax(-1) @ v
 
 
+def far(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """More distances than each may ask of every pair, those beyond as one; table [l,h]."""
+    most = len(table) // 2
+    bias = table[_distances(q, k).clamp(-most, most) + most]
+    return ((q @ k.mT) / 4 + bias.permute(2, 0, 1)).softmax(-1) @ v
+
+
+def far_either_way(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """table [l,h], l > n."""
+    return ((q @ k.mT) / 4 + F.embedding(_distances(q, k).abs(), table).permute(2, 0, 1)).softmax(-1) @ v
+
+
+def far_by_twos(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> Tensor:
+    """table [h,l], l > n."""
+    return ((q @ k.mT) / 4 + table[:, _distances(q, k) // 2 + q.shape[-2] // 2]).softmax(-1) @ v
+
+
 CASES: dict[Callable[..., Tensor], Callable[[int], tuple[int, ...]]] = {
     buckets: lambda n: (16, 2),
     every_distance: lambda n: (2, 2 * n - 1),
@@ -84,6 +101,9 @@ CASES: dict[Callable[..., Tensor], Callable[[int], tuple[int, ...]]] = {
     relative_queries: lambda n: (11, 16),
     relative_keys_and_values: lambda n: (11, 2, 16),
     every_relative_key: lambda n: (2 * n - 1, 16),
+    far: lambda n: (141, 2),
+    far_either_way: lambda n: (n + 70, 2),
+    far_by_twos: lambda n: (2, n + 70),
 }
 
 
