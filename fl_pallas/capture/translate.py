@@ -12,6 +12,7 @@ from torch.fx.node import Node, map_arg
 
 from ..errors import SourceLoc, Unsupported
 from ..schedule.build import substitute, wrapped
+from ..schedule.doubles import doubles
 from ..schedule.expr import Expr, Index, Load, Op, const, index, load, reductions, sources, walk
 from ..schedule.in_turn import in_turn
 from ..schedule.integer import linear
@@ -44,6 +45,8 @@ def translate(gm: torch.fx.GraphModule, unread: Collection[str] = ()) -> Program
     for node in gm.graph.nodes:
         translation.visit(node)
     program = Program(tuple(translation.values.values()), translation.outputs)
+    if translation.device.type == "cuda":
+        program = left_to_pytorch(program, doubles(program), "kernels compute in float32 on a GPU")
     return left_to_pytorch(program, in_turn(program), "a loop writes it part by part, each part made of those before")
 
 

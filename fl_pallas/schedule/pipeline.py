@@ -125,7 +125,7 @@ def _scheduled(
         verify_program(program)
     record("resolve_views", partial(program_text, program))
     record("grow_regions", partial(growth_text, growth))
-    compute = compute_dtype([v.dtype for v in program.values if v.axes])
+    compute = compute_dtype([v.dtype for v in program.values if v.axes and v.expr is not None and not v.is_view])
     shapes: Shapes = {v.name: v.shape for v in (*program.values, *program.facts)}
     # What is known of operands is compared with what the groups hold.
     facts = tuple(f if f.expr is None else replace(f, expr=solved(f.expr, f.axes)) for f in program.facts)
