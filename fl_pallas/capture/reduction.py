@@ -240,7 +240,7 @@ def _layer_norm(
     return at, mean, scale
 
 
-def _contraction(
+def contraction(
     dtype: str, extent: int, left: Callable[[Indices, Expr], Expr], right: Callable[[Indices, Expr], Expr]
 ) -> At:
     """Sum over k of left(idx, k) · right(idx, k): a matrix product in `dtype`."""
@@ -261,99 +261,21 @@ def _matmul(out: Spec, a: Tensor, b: Tensor) -> At:
     """
     if a.dtype != b.dtype:
         raise InputError(f"a matrix product of {a.dtype} and {b.dtype}: expected both to have the same dtype")
-    return _contraction(
+    return contraction(
         out.dtype, a.shape[-1], lambda idx, k: a.at((*idx[:-1], k)), lambda idx, k: b.at((*idx[:-2], k, idx[-1]))
     )
 
 
 def _matvec(out: Spec, a: Tensor, b: Tensor) -> At:
     """a [m, k] · b [k], or the dot product of a [k] and b [k]."""
-    return _contraction(out.dtype, a.shape[-1], lambda idx, k: a.at((*idx, k)), lambda idx, k: b.at((k,)))
+    return contraction(out.dtype, a.shape[-1], lambda idx, k: a.at((*idx, k)), lambda idx, k: b.at((k,)))
 
 
 def _linear(out: Spec, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> At:
-    product = _contraction(
+    product = contraction(
         out.dtype, x.shape[-1], lambda idx, k: x.at((*idx[:-1], k)), lambda idx, k: weight.at((idx[-1], k))
     )
     return product if bias is None else _plus(out, bias, product, 1, 1)
-
-
-def _convolution(
-    out: Spec,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> At:
-    """A convolution of extent 1: x [b, c, ...] mixed along c by weight [o, c, 1, ...]."""
-    _check_mixes_channels_alone(weight, stride, padding, transposed, groups)
-    origin = (index(fresh_axis(1)),) * (len(weight.shape) - 2)
-    product = _contraction(
-        out.dtype,
-        x.shape[1],
-        lambda idx, k: x.at((idx[0], k, *idx[2:])),
-        lambda idx, k: weight.at((idx[1], k, *origin)),
-    )
-    if bias is None:
-        return product
-    f = Arith(out.dtype)
-    return lambda idx: f("add", product(idx), bias.at((idx[1],)))
-
-
-def _check_mixes_channels_alone(
-    weight: Tensor, stride: Sequence[int], padding: Sequence[int], transposed: bool, groups: int
-) -> None:
-    if max(weight.shape[2:]) > 1 or max(stride) > 1 or any(padding) or transposed or groups > 1:
-        raise Unsupported("aten.convolution", "a convolution that mixes neighbours")
-
-
-def _convolution_backward(
-    outs: tuple[Spec | None, ...],
-    g: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias_sizes: Sequence[int] | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    wanted: Sequence[bool],
-) -> tuple[At | None, ...]:
-    """Gradients of a convolution of extent 1 for x, weight and bias; g [b, o, ...] is that of its result."""
-    _check_mixes_channels_alone(weight, stride, padding, transposed, groups)
-    origin = (index(fresh_axis(1)),) * (len(weight.shape) - 2)
-    places = [fresh_axis(n) for n in (g.shape[0], *g.shape[2:])]
-
-    def summed(e: Expr) -> Expr:
-        return build.reduce_over("sum", places, e, e.dtype)
-
-    def at_channel(t: Tensor, channel: Expr, dtype: str) -> Expr:
-        batch, *rest = map(index, places)
-        return element(t, (batch, channel, *rest), dtype)
-
-    of_x = _contraction(
-        g.dtype,
-        g.shape[1],
-        lambda idx, k: g.at((idx[0], k, *idx[2:])),
-        lambda idx, k: weight.at((k, idx[1], *origin)),
-    )
-
-    def of_weight(idx: Indices) -> Expr:
-        factors = at_channel(g, idx[0], g.dtype), at_channel(x, idx[1], g.dtype)
-        return summed(build.op("mul", *factors, dtype=g.dtype))
-
-    def of_bias(idx: Indices) -> Expr:
-        return build.cast(summed(at_channel(g, idx[0], accumulator(g.dtype))), g.dtype)
-
-    made = zip(outs, wanted, (of_x, of_weight, of_bias), strict=True)
-    return tuple(at if spec is not None and asked else None for spec, asked, at in made)
 
 
 def _plus(out: Spec, bias: Operand, product: At, beta: Number, alpha: Number) -> At:
@@ -413,6 +335,4 @@ RULES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), _add_product(_matmul)),
     aten.addmv: _add_product(_matvec),
     aten.linear: _linear,
-    aten.convolution: _convolution,
-    aten.convolution_backward: _convolution_backward,
 }

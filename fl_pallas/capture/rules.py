@@ -12,7 +12,7 @@ from torch.fx.node import Node, map_arg
 
 from ..errors import Unsupported
 from ..schedule.expr import Expr
-from . import indexing, pointwise, random, reduction, scatter, view
+from . import convolution, indexing, pointwise, random, reduction, scatter, view
 from .decompose import decomposition, has_decomposition
 from .dtypes import short_dtype
 from .tensor import At, Indices, Spec, Tensor
@@ -23,6 +23,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     **indexing.RULES,
     **scatter.RULES,
     **reduction.RULES,
+    **convolution.RULES,
     **random.RULES,
 }
 

@@ -217,6 +217,12 @@ VIEWS = {
         x64(6, 3, 1, 1),
         x64(6),
     ),
+    "convolution_of_groups": lambda: (
+        lambda x, w, b: (F.conv2d(x, w, b, groups=2), F.conv2d(x, w[:4, :1], groups=4)),
+        x64(2, 4, 3, 5),
+        x64(6, 2, 1, 1),
+        x64(6),
+    ),
     "diag_embed": lambda: (lambda a: torch.diag_embed(a), X),
     "clone": lambda: (lambda a: a.clone().detach().contiguous(), X),
     "assign": lambda: (_assign, X, ROW),
@@ -342,7 +348,7 @@ def _put_apart(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
 PUT_ANYWHERE = {
     "data": lambda a, i: a.index_put((i,), a[:2]),
     "to a long table": lambda a, i: (
-        a[0].repeat(40).index_put(((torch.arange(8)[:, None] - torch.arange(8)).abs(),), a[0, 0], accumulate=True)
+        a[0].repeat(40).index_put((torch.arange(8)[:, None] * torch.arange(8),), a[0, 0], accumulate=True)
     ),
     "two masks": lambda a, i: a.index_put((a[:, 0] > 0, a[0] > 0), a[0, 0]),
     "values under a mask": lambda a, i: a.index_put((a > 0,), a.flatten()),
