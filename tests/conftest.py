@@ -67,6 +67,9 @@ THINNED = {
     "test_equal_to_itself": 3,
     "test_rivals_compute_the_same": 3,
     "test_in_places": 2,
+    "test_many_steps_are_planned": 2,
+    "test_few_steps_are_right": 2,
+    "test_a_statistic_that_is_returned": 2,
     "test_one_loop_over_keys": 2,
     "test_a_sum_is_of_what_was_rounded": 2,
 }

@@ -16,7 +16,7 @@ import fl_pallas as fl
 from .oracle import check_gradients
 from .unrun import unrun
 
-STEPS = 24
+STEPS = 16
 
 
 def sines(s: Tensor, steps: int) -> Tensor:
