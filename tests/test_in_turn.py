@@ -44,7 +44,7 @@ def made(size: int, device: torch.device) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")
-@pytest.mark.parametrize("size", [5, MAX_PARTS + 2])
+@pytest.mark.parametrize("size", [5, MAX_PARTS + 6])
 def test_rows_in_turn(size: int, device: torch.device) -> None:
     inputs = made(size, device)
     with unrun():
