@@ -13,7 +13,7 @@ from ..schedule import build
 from ..schedule.expr import Expr, index
 from .pointwise import Arith
 from .reduction import accumulator, contraction
-from .tensor import At, Indices, Spec, Tensor, element, fresh_axis, integer
+from .tensor import ZERO, At, Indices, Spec, Tensor, element, fresh_axis, integer
 
 aten = torch.ops.aten
 
@@ -31,9 +31,7 @@ def _convolution(
     groups: int,
 ) -> At:
     """A convolution of extent 1: x [b, c, ...] mixed along c by weight [o, c, 1, ...]."""
-    _check_mixes_channels_alone(weight, stride, padding, transposed)
-    origin = (index(fresh_axis(1)),) * (len(weight.shape) - 2)
-    group = _Groups(x.shape[1] // groups, weight.shape[0] // groups)
+    group, origin = _groups(x, weight, stride, padding, transposed, groups)
     product = contraction(
         out.dtype,
         group.given,
@@ -67,11 +65,16 @@ def _within(channel: Expr, size: int, other: int, k: Expr) -> Expr:
     return integer("add", integer("mul", group, other), k)
 
 
-def _check_mixes_channels_alone(
-    weight: Tensor, stride: Sequence[int], padding: Sequence[int], transposed: bool
-) -> None:
+def _groups(
+    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], transposed: bool, groups: int
+) -> tuple[_Groups, Indices]:
+    """The groups of a convolution that mixes channels alone, and the place of its weight.
+
+    Raises: Unsupported for others.
+    """
     if max(weight.shape[2:]) > 1 or max(stride) > 1 or any(padding) or transposed:
         raise Unsupported("aten.convolution", "a convolution that mixes neighbours")
+    return _Groups(x.shape[1] // groups, weight.shape[0] // groups), (ZERO,) * (len(weight.shape) - 2)
 
 
 def _convolution_backward(
@@ -89,9 +92,7 @@ def _convolution_backward(
     wanted: Sequence[bool],
 ) -> tuple[At | None, ...]:
     """Gradients of a convolution of extent 1 for x, weight and bias; g [b, o, ...] is that of its result."""
-    _check_mixes_channels_alone(weight, stride, padding, transposed)
-    origin = (index(fresh_axis(1)),) * (len(weight.shape) - 2)
-    group = _Groups(x.shape[1] // groups, weight.shape[0] // groups)
+    group, origin = _groups(x, weight, stride, padding, transposed, groups)
     places = [fresh_axis(n) for n in (g.shape[0], *g.shape[2:])]
 
     def summed(e: Expr) -> Expr:

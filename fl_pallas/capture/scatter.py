@@ -153,12 +153,11 @@ def _are_by_distance(positions: Sequence[Tensor], places: Sequence[Axis]) -> boo
     """Whether positions are decided by how far two places are apart: an element then asks each distance, of which there
     are as many as places, and not each pair."""
     inner = tuple(map(index, places))
-    if not all(t.whole for t in positions):
-        return False
     decided = [position(replace(t, at=t.whole), inner) for t in positions if t.whole]
     along = frozenset().union(*map(free_axes, decided)).intersection(places)
     further = {a: integer("add", index(a), 1) for a in along}
-    return len(along) == 2 and all(build.substitute(i, further) is i for i in decided)
+    whole = len(decided) == len(positions) and len(along) == 2
+    return whole and all(build.substitute(i, further) is i for i in decided)
 
 
 def _total(here: Expr, value: Expr, places: Sequence[Axis], dtype: str) -> Expr:
@@ -229,7 +228,7 @@ def _index_put(out: Spec, x: Tensor, indices: Sequence[Tensor | None], values: T
             return element(values, (*rest[:lead], *where, *rest[lead:]), out.dtype)
 
         heads = out.numel // max(1, math.prod(out.shape[d] for d in given))
-        by_distance = heads <= MAX_HEADS and _are_by_distance([*given.values()], places)
+        by_distance = accumulate and heads <= MAX_HEADS and _are_by_distance([*given.values()], places)
         return _written(out, x.at(idx), wanted, places, value, accumulate, by_distance)
 
     return at

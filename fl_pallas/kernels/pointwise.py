@@ -174,9 +174,13 @@ def _quotient(a: Array, b: Array) -> Array:
     return jnp.where(whole * b == a, whole, approximate)
 
 
+def _close_to_log2(x: Array) -> Array:
+    return jnp.log(x) * jnp.asarray(LOG2_E, x.dtype)
+
+
 def _log2(x: Array) -> Array:
     """log2(x), whole for powers of two: levels and buckets are cut there."""
-    close = jnp.log(x) * jnp.asarray(LOG2_E, x.dtype)
+    close = _close_to_log2(x)
     whole = jnp.floor(close + 0.5)
     return jnp.where(jnp.exp2(whole) == x, whole, close)
 
@@ -184,7 +188,7 @@ def _log2(x: Array) -> Array:
 def log2_by_parts(x: Array) -> Array:
     """`_log2` where exp2 is not exact, as XLA's is not on a CPU."""
     part, exponent = jnp.frexp(x)
-    return jnp.where(part == 0.5, (exponent - 1).astype(x.dtype), jnp.log(x) * jnp.asarray(LOG2_E, x.dtype))
+    return jnp.where(part == 0.5, (exponent - 1).astype(x.dtype), _close_to_log2(x))
 
 
 POINTWISE: dict[str, Callable[..., Array]] = {

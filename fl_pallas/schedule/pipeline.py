@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..errors import Unsupported
-from .dtype import compute_dtype, is_float, itemsize
+from .dtype import is_float, itemsize
 from .expr import Expr, sources
 from .passes.align import align
 from .passes.along import take_along
@@ -50,7 +50,7 @@ from .passes.tabulate import tabulate
 from .passes.unflatten import unflatten
 from .passes.weigh import cheapest, covering
 from .plan import Choices, KernelPlan, Loop, Store
-from .program import Program, Value
+from .program import Program, Value, compute_of
 from .target import HOPPER, Target
 from .text import fused_text, growth_text, plan_text, program_text
 from .verify import verify_operands, verify_plan, verify_program, verify_stores
@@ -125,7 +125,7 @@ def _scheduled(
         verify_program(program)
     record("resolve_views", partial(program_text, program))
     record("grow_regions", partial(growth_text, growth))
-    compute = compute_dtype([v.dtype for v in program.values if v.axes and v.expr is not None and not v.is_view])
+    compute = compute_of(program)
     shapes: Shapes = {v.name: v.shape for v in (*program.values, *program.facts)}
     # What is known of operands is compared with what the groups hold.
     facts = tuple(f if f.expr is None else replace(f, expr=solved(f.expr, f.axes)) for f in program.facts)

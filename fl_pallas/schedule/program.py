@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..errors import SourceLoc
+from .dtype import compute_dtype
 from .expr import Axis, Expr, loads
 
 PART = "a scan's sums"
@@ -107,6 +108,11 @@ class Program:
                 bits |= above[r] | 1 << self.places[r]
             above[v.name] = bits
         return above
+
+
+def compute_of(program: Program) -> str:
+    """The floating type that kernels of a program compute in; what PyTorch computes has no say, nor have views."""
+    return compute_dtype([v.dtype for v in program.values if v.axes and v.expr is not None and not v.is_view])
 
 
 def value_axes(shape: tuple[int, ...]) -> tuple[Axis, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -14,4 +14,4 @@ ANSWERS = 512
 
 def remembered(function: F) -> F:
     """`function`, of frozen arguments alone, which computes each of its last answers once."""
-    return functools.lru_cache(maxsize=ANSWERS)(function)  # type: ignore[return-value]
+    return cast(F, functools.lru_cache(maxsize=ANSWERS)(function))

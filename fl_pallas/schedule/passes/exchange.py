@@ -229,9 +229,13 @@ class _Sums:
         for n, e in enumerate(factors):
             rest = (*factors[:n], *factors[n + 1 :])
             if isinstance(e, Op) and e.name == "add" and is_float(e.dtype):
-                terms = (self._of(_product(r, (a, *rest)), left) for a in e.args)
-                known = [t for t in itertools.takewhile(lambda t: t is not None, terms) if t is not None]
-                return op("add", *known, dtype=self.compute) if len(known) == len(e.args) else None
+                terms: list[Expr] = []
+                for a in e.args:
+                    term = self._of(_product(r, (a, *rest)), left)
+                    if term is None:
+                        return None
+                    terms.append(term)
+                return op("add", *terms, dtype=self.compute)
             if isinstance(e, Op) and e.name == "select" and r.axis not in free_axes(e.args[0]):
                 condition, a, other = children(_canonical(e))
                 if isinstance(other, Const) and other.value == 0:

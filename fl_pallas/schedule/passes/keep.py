@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from ...errors import Unsupported
 from ..build import COMPARISONS, row_major, substitute
-from ..dtype import compute_dtype, is_float, is_int, itemsize
+from ..dtype import is_float, is_int, itemsize
 from ..expr import Expr, Load, Op, index, load, loads, reductions, sources, walk
 from ..integer import linear
-from ..program import PART, Program, Value, depends
+from ..program import PART, Program, Value, compute_of, depends
 from .again import grow_again, original
 from .blow_ups import given_or_returned
 from .copies import copied, seen_through
@@ -304,8 +304,7 @@ def _alone(program: Program, backward: tuple[str, ...], saved: set[str], facts: 
 def _used(program: Program, backward: tuple[str, ...], saved: set[str], facts: tuple[Value, ...]) -> set[str]:
     """The facts by which sums of the backward pass are exchanged."""
     alone = _alone(program, backward, saved, facts)
-    compute = compute_dtype([v.dtype for v in alone.values if v.axes])
     regions = (tuple(map(split_reductions, fuse(alone, region))) for region in grow_regions(alone).regions)
-    found = (exchange(groups, alone, facts, "", compute)[0] for groups in regions)
+    found = (exchange(groups, alone, facts, "", compute_of(alone))[0] for groups in regions)
     known = {f.name for f in facts}
     return {n.source for kernels in found for k in kernels for o in k.outputs for n in loads(o.expr)} & known
