@@ -356,29 +356,31 @@ class DirectKernel:
     def _best(self, wanted: Order, operands: Sequence[torch.Tensor], own: Laid) -> tuple[Fitted, _Launch]:
         """The kernel under the choice that is fastest, or fits first; and its code."""
         from ..kernels.cubin import compile_kernel
-        from ..kernels.fit import otherwise
+        from ..kernels.fit import without_blocks, workers
 
         kernel, index = wanted.kernel, wanted.index
 
         def loaded(made: Fitted) -> _Launch:
             return self._load(made.lowered, compile_kernel(made.lowered, wanted.capability), index)
 
-        def by_time(found: Sequence[tuple[Fitted, _Launch]]) -> Sequence[tuple[Fitted, _Launch]]:
+        def by_time(found: Sequence[tuple[Fitted, _Launch]]) -> list[tuple[Fitted, _Launch]]:
             if len(found) == 1:
-                return found
+                return [*found]
             plans = [replace(kernel, plan=kernel.plan.with_choices(f.choices)) for f, _ in found]
             launches = [_given(v, general, own, index) for (_, v), general in zip(found, plans, strict=True)]
             return [found[n] for n in self._ranked(launches, operands, index)]
 
-        fitted = self.family.fitted.pop(wanted.key, None) or wanted.fitted()
-        found = by_time([(f, loaded(f)) for f in fitted if f.choices.blocks] or [(f, loaded(f)) for f in fitted])
-        first = found[0]
-        if wanted.tune == 1:
-            return first
-        # Short loops, and those that wait for memory, may be faster by addresses; long ones, about guesses.
-        near = [f for f, _ in found[1:]]
-        others = otherwise(first[0], near, fitted, kernel.plan, wanted.lowered, wanted.capability)
-        return by_time([*((f, loaded(f)) for f in others), first])[0]
+        fitted = [*(self.family.fitted.pop(wanted.key, None) or wanted.fitted())]
+        # Triton's launcher is a C program of its own for each sequence of arguments.
+        launches = workers().map(loaded, fitted) if len(fitted) > 1 else map(loaded, fitted)
+        found = by_time([*zip(fitted, launches, strict=True)])
+        best, choices = found[0], [f.choices for f, _ in found]
+        # Short loops, and those that wait for memory, may be faster by addresses. If the model's pick is, so may this.
+        plain = replace(fitted[0].choices, blocks=False)
+        if not best[0].choices.blocks or plain not in choices[: choices.index(fitted[0].choices)]:
+            return best
+        other = without_blocks(best[0], kernel.plan, wanted.lowered, wanted.capability)
+        return best if other is None else by_time([(other, loaded(other)), best])[0]
 
     def _ranked(self, launches: Sequence[_Launch], operands: Sequence[torch.Tensor], index: int) -> list[int]:
         """Launches in the order of the time that they take on these operands."""
@@ -395,11 +397,12 @@ class DirectKernel:
 
     def _load(self, lowered: Lowered, kernel: Any, index: int) -> _Launch:
         """A kernel that Triton has compiled, loaded on the device `index`."""
-        from ..kernels.cubin import taking_descriptors  # triton is not everywhere
+        from ..kernels.cubin import starting, taking_descriptors  # triton is not everywhere
 
         if kernel.metadata.global_scratch_size or kernel.metadata.profile_scratch_size:
             raise Unsupported(lowered.name, "Triton wants scratch memory for it")
         blocks = tuple(zip(lowered.blocks, taking_descriptors(kernel), strict=True))
+        starting().exception()  # waits for it
         with torch.cuda.device(index):
             try:
                 run = kernel.run  # loads the code, and builds triton's launcher for this signature

@@ -50,10 +50,12 @@ class Order:
 
         Raises: Unsupported if none does.
         """
-        from ..kernels.cubin import hashing  # triton is not everywhere
+        from ..kernels.cubin import hashing, starting  # triton is not everywhere
         from ..kernels.fit import fitting
 
-        hashing()  # it ends while kernels are lowered
+        # They end while kernels are lowered, and compiled.
+        hashing()
+        starting()
         return fitting(self.kernel.plan, self.lowered, self.capability, self.tune)
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from ..errors import Unsupported
 from ..schedule.plan import Choices, KernelPlan
 from ..schedule.target import Target, target_of
-from .cubin import WARP, Cubin, compile_ttir, is_serial, simplified
+from .cubin import WARP, Cubin, check, compile_ttir, compiled, is_serial, simplified
 from .lower import Lowered
 from .reproducers import off_the_terminal
 
@@ -29,8 +28,6 @@ ASYNCHRONOUS = 90
 # The part of its registers that a thread may be left with for another program to run beside: where tuning tells
 # whether it pays, and where it is taken unseen. With fewer than LEAST there are programs enough, and ptxas may refuse.
 TRIED, ENOUGH, LEAST = 0.7, 0.9, 96
-# How many choices besides the fastest are tried about guesses.
-NEXT = 3
 
 
 @dataclass(frozen=True)
@@ -57,8 +54,8 @@ def fitting(
       lower: a plan to Triton IR.
       capability: compute capability of the device; 90 is sm_90.
       count: how many are wanted; as many are compiled at once. With several, the first may come in two forms and by
-        addresses too, and each with as many registers as it asks for and with fewer, and those met on the way that
-        spill somewhat more come last, for tuning to tell; about running maxima all of them, which compile sooner.
+        addresses too, and each with as many registers as it asks for and with fewer, and about guesses, and those met
+        on the way that spill somewhat more come last, for tuning to tell.
 
     Raises: Unsupported if none compiles and fits shared memory.
     """
@@ -73,11 +70,15 @@ def fitting(
         waiting.insert(1, (replace(pick, blocks=False), first))
     count += len(more)
     fit: list[Fitted] = []
+    guessing: list[Fitted] = []
     tighter: list[Fitted] = []
     spilling: list[Fitted] = []
     refusal: Unsupported | None = None
     while waiting and len(fit) < count:
         batch, waiting = waiting[: count - len(fit)], waiting[count - len(fit) :]
+        # Other choices are the fastest about guesses than about running maxima.
+        if count > 1 and has_guesses(plan):
+            batch += [(replace(c, guesses=True), form) for c, form in batch if c.blocks]
         with off_the_terminal():
             tried = _tried(plan.name, batch, lowered, capability, TRIED if count > 1 else ENOUGH)
         for made in tried:
@@ -85,11 +86,14 @@ def fitting(
                 refusal = refusal or made
                 continue
             first, *fewer = made
+            if count > 1 and first.choices.guesses:
+                guessing += [f for f in made if f.cubin.stack <= SPILL]
+                continue
             (spilling if first.cubin.stack > SPILL else fit).append(first)
             tighter += [f for f in fewer if f.cubin.stack <= SPILL and f.choices.blocks]
     if fit:
         some = [f for f in spilling if f.cubin.stack <= TRIED_SPILL]
-        return (*fit, *tighter, *some) if count > 1 else tuple(fit)
+        return (*fit, *guessing, *tighter, *some) if count > 1 else tuple(fit)
     if not spilling:
         raise refusal or Unsupported(plan.name, "it has no choices")
     return (min(spilling, key=lambda f: f.cubin.stack),)
@@ -111,13 +115,20 @@ def _lowered_once(plan: KernelPlan, lower: Callable[[KernelPlan], Lowered]) -> C
 
 
 @functools.cache
-def _workers() -> ThreadPoolExecutor:
+def workers() -> ThreadPoolExecutor:
     """As many kernels are compiled at once as there are processors, in whichever region they are."""
     return ThreadPoolExecutor(os.cpu_count())
 
 
+@functools.cache
+def _checkers() -> ThreadPoolExecutor:
+    """What looks at machine code while a worker, which waits for it in the end, goes on."""
+    return ThreadPoolExecutor(os.cpu_count())
+
+
 # Threads do not live on in a forked process.
-os.register_at_fork(after_in_child=_workers.cache_clear)
+os.register_at_fork(after_in_child=workers.cache_clear)
+os.register_at_fork(after_in_child=_checkers.cache_clear)
 
 
 def _tried(
@@ -136,7 +147,7 @@ def _tried(
             return refusal
 
     batch = list(batch)
-    return [one(c) for c in batch] if len(batch) < 2 else list(_workers().map(one, batch))
+    return [one(c) for c in batch] if len(batch) < 2 else list(workers().map(one, batch))
 
 
 def _fitted(
@@ -147,13 +158,16 @@ def _fitted(
     Raises: Unsupported if it does not compile or takes too much shared memory.
     """
     lowered = simplified(lower(choices), capability) if in_place else lower(choices)
-    cubin = compile_ttir(lowered, capability)
+    cubin = compiled(lowered, capability)
     target = target_of(capability)
     if cubin.shared > target.shared_bytes:
         have = f"sm_{capability} has {target.shared_bytes}"
         raise Unsupported(name, f"{cubin.shared} bytes of shared memory, and {have}")
     fitted = Fitted(choices, lowered, cubin, in_place)
-    tighter = _tighter(fitted, target, enough)
+    checked = _checkers().submit(check, cubin, name)
+    # A loop about guesses comes last: it is not worth another compilation for programs that may be too few.
+    tighter = _tighter(fitted, target, ENOUGH if choices.guesses else enough)
+    checked.result()
     if tighter is None:
         return (fitted,)
     free = tighter.cubin.stack <= cubin.stack and tighter.lowered.registers >= ENOUGH * cubin.registers
@@ -165,33 +179,18 @@ def has_guesses(plan: KernelPlan) -> bool:
     return any(loop.guesses for loop in plan.loops)
 
 
-def otherwise(
-    made: Fitted,
-    near: Sequence[Fitted],
-    fitted: Sequence[Fitted],
-    plan: KernelPlan,
-    lower: Callable[[KernelPlan], Lowered],
-    capability: int,
-) -> tuple[Fitted, ...]:
-    """A kernel of `plan`, which tuning has taken of those `fitted`, in other ways that fit: by addresses if it has
-    blocks, about guesses if it may have some, and both; and the next of those that came `near`, the fastest first,
-    about guesses, for other choices are the fastest then."""
-    blocks = dict.fromkeys((made.choices.blocks and not made.lowered.blocks, made.choices.blocks))
-    guesses = dict.fromkeys((made.choices.guesses, made.choices.guesses or has_guesses(plan)))
-    ways = [replace(made.choices, blocks=b, guesses=g) for b, g in itertools.product(blocks, guesses)]
-    found = [f for f in fitted if f.choices in ways and f.choices != made.choices and f.in_place == made.in_place]
-    known = {made.choices, *(f.choices for f in found)}
-    wanted = {c: made.in_place for c in ways if c not in known}
-    if has_guesses(plan):
-        others: dict[Choices, bool] = {}
-        for f in (f for f in near if f.choices not in ways):
-            others.setdefault(replace(f.choices, guesses=True), f.in_place)
-        wanted |= dict([*others.items()][:NEXT])
+def without_blocks(
+    made: Fitted, plan: KernelPlan, lower: Callable[[KernelPlan], Lowered], capability: int
+) -> Fitted | None:
+    """A kernel of `plan`, made with blocks, by addresses; None if that does not fit."""
+    choices = replace(made.choices, blocks=False)
     with off_the_terminal():
-        batch = [*wanted.items()]
-        tried = _tried(plan.name, batch, lambda c: lower(plan.with_choices(c)), capability, ENOUGH)
-    fits = [*found, *(one[0] for one in tried if not isinstance(one, Unsupported))]
-    return tuple(f for f in fits if f.cubin.stack <= max(SPILL, made.cubin.stack))
+        (tried,) = _tried(
+            plan.name, [(choices, made.in_place)], lambda c: lower(plan.with_choices(c)), capability, ENOUGH
+        )
+    if isinstance(tried, Unsupported) or tried[0].cubin.stack > max(SPILL, made.cubin.stack):
+        return None
+    return tried[0]
 
 
 def _forms(lowered: Lowered, capability: int, count: int, loops: int) -> tuple[bool, ...]:

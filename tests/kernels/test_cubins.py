@@ -293,9 +293,10 @@ def test_makes_room_for_another_program(registers: int, cap: int, monkeypatch: p
 
     def compiled(lowered: Lowered, capability: int) -> Cubin:
         asked.append(lowered.registers)
-        return Cubin(b"", capability, lowered.registers or registers, 0, 4096, {"ttgir": ""})
+        return Cubin(b"", capability, lowered.registers or registers, 0, 4096, {"ttgir": "", "ptx": ""})
 
-    monkeypatch.setattr("fl_pallas.kernels.fit.compile_ttir", compiled)
+    for name in ("compiled", "compile_ttir"):
+        monkeypatch.setattr(f"fl_pallas.kernels.fit.{name}", compiled)
     (found,) = fitting(plan, lambda _: made, 90)
     assert (found.lowered.registers, found.cubin.registers) == (cap, cap or registers)
     assert asked[-1] == cap
@@ -308,9 +309,12 @@ def test_tuning_tells_whether_fewer_registers_pay(stack: int, forms: tuple, monk
     made = lower(plan.with_choices(replace(plan.choices, warps=8)))
 
     def compiled(lowered: Lowered, capability: int) -> Cubin:
-        return Cubin(b"", capability, lowered.registers or 168, stack if lowered.registers else 0, 4096, {"ttgir": ""})
+        return Cubin(
+            b"", capability, lowered.registers or 168, stack if lowered.registers else 0, 4096, {"ttgir": "", "ptx": ""}
+        )
 
-    monkeypatch.setattr("fl_pallas.kernels.fit.compile_ttir", compiled)
+    for name in ("compiled", "compile_ttir"):
+        monkeypatch.setattr(f"fl_pallas.kernels.fit.{name}", compiled)
     (unseen,) = fitting(plan, lambda _: made, 90)
     assert unseen.lowered.registers == 0
     found = fitting(plan, lambda _: made, 90, count=2)
