@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import fl_pallas as fl
 from benchmarks.measure import kernel_ms, settle
 from fl_pallas.bridge import launch
-from fl_pallas.bridge.tuning import ranked
+from fl_pallas.bridge.tuning import fastest
 from tests.oracle import leaves
 from tests.programs import BY_NAME, FUSED, Case
 from tests.wide import wide_inputs
@@ -50,12 +50,12 @@ def _begin(lock: Any, pids: Any, count: Any) -> None:
         count.value += 1
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    launch.ranked = _ranked_alone
+    launch.fastest = _fastest_alone
 
 
-def _ranked_alone(launches: Sequence[Any]) -> list[int]:
+def _fastest_alone(launches: Sequence[Any]) -> int:
     with _alone():
-        return ranked(launches)
+        return fastest(launches)
 
 
 @contextlib.contextmanager

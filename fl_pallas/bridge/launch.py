@@ -27,7 +27,7 @@ from .descriptors import Descriptors
 from .dlpack import float32_products
 from .layout import spec_of
 from .order import Order, alignment, lowered, order
-from .tuning import ranked
+from .tuning import fastest
 
 if TYPE_CHECKING:
     from ..kernels.fit import Fitted
@@ -356,39 +356,30 @@ class DirectKernel:
     def _best(self, wanted: Order, operands: Sequence[torch.Tensor], own: Laid) -> tuple[Fitted, _Launch]:
         """The kernel under the choice that is fastest, or fits first; and its code."""
         from ..kernels.cubin import compile_kernel
-        from ..kernels.fit import without_blocks, workers
+        from ..kernels.fit import workers
 
         kernel, index = wanted.kernel, wanted.index
 
         def loaded(made: Fitted) -> _Launch:
             return self._load(made.lowered, compile_kernel(made.lowered, wanted.capability), index)
 
-        def by_time(found: Sequence[tuple[Fitted, _Launch]]) -> list[tuple[Fitted, _Launch]]:
-            if len(found) == 1:
-                return [*found]
-            plans = [replace(kernel, plan=kernel.plan.with_choices(f.choices)) for f, _ in found]
-            launches = [_given(v, general, own, index) for (_, v), general in zip(found, plans, strict=True)]
-            return [found[n] for n in self._ranked(launches, operands, index)]
-
         fitted = [*(self.family.fitted.pop(wanted.key, None) or wanted.fitted())]
+        if len(fitted) == 1:
+            return fitted[0], loaded(fitted[0])
         # Triton's launcher is a C program of its own for each sequence of arguments.
-        launches = workers().map(loaded, fitted) if len(fitted) > 1 else map(loaded, fitted)
-        found = by_time([*zip(fitted, launches, strict=True)])
-        best, choices = found[0], [f.choices for f, _ in found]
-        # Short loops, and those that wait for memory, may be faster by addresses. If the model's pick is, so may this.
-        plain = replace(fitted[0].choices, blocks=False)
-        if not best[0].choices.blocks or plain not in choices[: choices.index(fitted[0].choices)]:
-            return best
-        other = without_blocks(best[0], kernel.plan, wanted.lowered, wanted.capability)
-        return best if other is None else by_time([(other, loaded(other)), best])[0]
+        launches = [*workers().map(loaded, fitted)]
+        plans = [replace(kernel, plan=kernel.plan.with_choices(f.choices)) for f in fitted]
+        given = [_given(launch, general, own, index) for launch, general in zip(launches, plans, strict=True)]
+        best = self._fastest(given, operands, index)
+        return fitted[best], launches[best]
 
-    def _ranked(self, launches: Sequence[_Launch], operands: Sequence[torch.Tensor], index: int) -> list[int]:
-        """Launches in the order of the time that they take on these operands."""
+    def _fastest(self, launches: Sequence[_Launch], operands: Sequence[torch.Tensor], index: int) -> int:
+        """Which launch takes the least time on these operands."""
         with torch.cuda.device(index):
             pointers = [t.data_ptr() for t in (*operands, *[_empty(*layout) for layout in self._outputs])]
             made = [v.descriptors(operands) for v in launches]
             blocks = [() if d is None else d.at(pointers) for d in made]
-            return ranked(
+            return fastest(
                 [
                     lambda v=v, b=b: v.run(v.programs, 1, 1, _stream(index), *v.fixed, *pointers, *b)
                     for v, b in zip(launches, blocks, strict=True)

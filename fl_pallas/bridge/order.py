@@ -53,9 +53,9 @@ class Order:
         from ..kernels.cubin import hashing, starting  # triton is not everywhere
         from ..kernels.fit import fitting
 
-        # They end while kernels are lowered, and compiled.
-        hashing()
-        starting()
+        starting()  # it ends while kernels are compiled
+        # So would this, but a megabyte at a time, for each of which it would wait until Python is done elsewhere.
+        hashing().result()
         return fitting(self.kernel.plan, self.lowered, self.capability, self.tune)
 
 

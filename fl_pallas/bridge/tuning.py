@@ -23,9 +23,8 @@ FINALISTS, NEAR = 4, 1.15
 SETTLED, TIMED, LEAST = 80.0, 40.0, 0.1
 
 
-def ranked(launches: Sequence[Launch]) -> list[int]:
-    """Indices of launches: of that which takes least time on the current device, 0 unless another is clearly faster,
-    and of the others by what they take alone.
+def fastest(launches: Sequence[Launch]) -> int:
+    """Index of the launch that takes least time on the current device; 0 unless another is clearly faster.
 
     The clock under load decides, for attention runs in the midst of other work, which heats the GPU as well; among
     those that are level there, full clock.
@@ -38,9 +37,7 @@ def ranked(launches: Sequence[Launch]) -> list[int]:
         loaded = {n: _under_load(launches[n], alone[n]) for n in sorted((first, *near))}
         level = {n for n in loaded if CLEARLY * loaded[n] <= min(loaded.values())}
     best = min(level, key=alone.__getitem__)
-    if 0 in level and CLEARLY * alone[0] <= alone[best]:
-        best = 0
-    return [best, *(n for n in (first, *others) if n != best)]
+    return 0 if 0 in level and CLEARLY * alone[0] <= alone[best] else best
 
 
 def milliseconds(launch: Launch) -> float:

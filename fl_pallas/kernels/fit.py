@@ -28,6 +28,8 @@ ASYNCHRONOUS = 90
 # The part of its registers that a thread may be left with for another program to run beside: where tuning tells
 # whether it pays, and where it is taken unseen. With fewer than LEAST there are programs enough, and ptxas may refuse.
 TRIED, ENOUGH, LEAST = 0.7, 0.9, 96
+# Short loops, which end before a copy engine has caught up, may be faster by addresses; so many choices are tried so.
+SHORT, BY_ADDRESSES = 256, 3
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,10 @@ def fitting(
     first, *more = _forms(lowered(pick), capability, count, loops)
     waiting = [(pick, form) for form in (first, *more)] + [(c, first) for c in others]
     if count > 1 and lowered(pick).blocks:
-        more.append(first)
-        waiting.insert(1, (replace(pick, blocks=False), first))
+        is_short = all(loop.axis.extent <= SHORT for loop in plan.loops)
+        plain = [replace(c, blocks=False) for c in (pick, *others[: BY_ADDRESSES - 1 if is_short else 0])]
+        waiting[1:1] = [(c, first) for c in plain]
+        more += [first] * len(plain)
     count += len(more)
     fit: list[Fitted] = []
     guessing: list[Fitted] = []
@@ -177,20 +181,6 @@ def _fitted(
 def has_guesses(plan: KernelPlan) -> bool:
     """Whether sums of a plan may be taken about guesses."""
     return any(loop.guesses for loop in plan.loops)
-
-
-def without_blocks(
-    made: Fitted, plan: KernelPlan, lower: Callable[[KernelPlan], Lowered], capability: int
-) -> Fitted | None:
-    """A kernel of `plan`, made with blocks, by addresses; None if that does not fit."""
-    choices = replace(made.choices, blocks=False)
-    with off_the_terminal():
-        (tried,) = _tried(
-            plan.name, [(choices, made.in_place)], lambda c: lower(plan.with_choices(c)), capability, ENOUGH
-        )
-    if isinstance(tried, Unsupported) or tried[0].cubin.stack > max(SPILL, made.cubin.stack):
-        return None
-    return tried[0]
 
 
 def _forms(lowered: Lowered, capability: int, count: int, loops: int) -> tuple[bool, ...]:
