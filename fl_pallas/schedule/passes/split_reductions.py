@@ -17,8 +17,9 @@ COMBINE = {"sum": "add", "prod": "mul", "max": "max", "min": "min", "any": "or",
 def split_reductions(fused: Fused) -> Fused:
     """`sum[j < n+m](select(j < n, f(j), g(j)))` → `sum[j < n](f(j)) + sum[j < m](g(j + n))`.
 
-    Only where the two branches read different operands, or one of them is a single element (the zero of a softmax that
-    may leave some of its weight to nothing): a mask that compares with a constant stays whole.
+    Only where each branch reads an operand of its own, or one of them is a single element (the zero of a softmax that
+    may leave some of its weight to nothing): a mask that compares with a constant stays whole, and so does what is
+    turned from some row on (positions of all tokens but the first).
     """
     return Fused(tuple(replace(o, expr=rewrite(o.expr, _split)) for o in fused.outputs))
 
@@ -51,7 +52,8 @@ def _cut(e: Reduce) -> int | None:
         last = at == e.axis.extent - 1 and _is_score(high)
         first = at == 1 and _is_score(low) and _is_behind(high, e.axis)
         single = (last or first) and _is_apart(e, at)
-        if _reads(low) ^ _reads(high) and (_reads(low) and _reads(high) or single):
+        one, another = _reads(low), _reads(high)
+        if one - another and another - one or single and one ^ another:
             return at
     return None
 
