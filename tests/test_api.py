@@ -32,7 +32,7 @@ from fl_pallas import api, backend, realise
 from fl_pallas.schedule import build, pipeline
 
 from .oracle import check, run_and_check
-from .unrun import unrun
+from .unrun import explain, unrun
 
 ROOT = Path(__file__).parent.parent
 HERE = Path(__file__).name
@@ -65,7 +65,7 @@ def qkv(n: int = 64, d: int = 16, b: int = 1, dtype: torch.dtype = torch.float32
 
 
 def fused(fn: Callable, *args: Any, **kwargs: Any) -> int:
-    return fl.explain(fn, *args, **kwargs).kernel_count
+    return explain(fn, *args, **kwargs).kernel_count
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fl_pallas as fl
+from tests.unrun import explain
 
 
 @fl.compile
@@ -39,7 +40,7 @@ class Scaled(Attention):
 def test_instances_are_compiled(cls: type[nn.Module], device: torch.device) -> None:
     torch.manual_seed(0)
     module, x = cls().to(device), torch.randn(2, 70, 32, device=device)
-    assert fl.explain(module, x).kernel_count == 3  # forward, and two for the gradients
+    assert explain(module, x).kernel_count == 3  # forward, and two for the gradients
     out, wanted = module(x), module.forward(x)
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
     found, exact = (torch.autograd.grad(o.square().sum(), [*module.parameters()]) for o in (out, wanted))

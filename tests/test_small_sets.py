@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fl_pallas as fl
 from tests.oracle import check_gradients
+from tests.unrun import explain
 
 
 def masked(q: Tensor, forbidden: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ def test_fused(fn: Callable[..., Tensor], device: torch.device) -> None:
     torch.manual_seed(3)
     q = torch.randn(2, 65, 16, device=device, requires_grad=True)
     tags = torch.rand(2, 65, 8, device=device) > 0.6
-    explained = fl.explain(fn, q, tags)
+    explained = explain(fn, q, tags)
     assert not explained.fallbacks and all(graph.kernels for graph in explained.graphs)
     stored = [s for graph in explained.graphs for plan in graph.kernels for s in plan.stores]
     assert all(prod(s.shape) < 65 * 65 for s in stored), f"{stored}"

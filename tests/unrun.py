@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import fl_pallas as fl
 from fl_pallas.bridge.dlpack import DlpackKernel
 from fl_pallas.capture.dtypes import torch_dtype
 
@@ -19,6 +21,12 @@ def unrun() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DlpackKernel, "__call__", _zeros)
         yield
+
+
+def explain(fn: Any, *args: Any, **kwargs: Any) -> fl.Explanation:
+    """What fl.explain tells, of kernels that are not run."""
+    with unrun():
+        return fl.explain(fn, *args, **kwargs)
 
 
 def _zeros(kernel: DlpackKernel, operands: Sequence[Tensor]) -> list[Tensor]:

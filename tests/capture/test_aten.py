@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fl_pallas as fl
 from tests.oracle import check_gradients, run_and_check
+from tests.unrun import explain
 
 
 def without_oneself(x: Tensor) -> Tensor:
@@ -44,7 +45,7 @@ def test_fused(fn: Callable[[Tensor], Tensor], device: torch.device) -> None:
     x = torch.randn(100, 8, device=device)
     run_and_check(fn, compiled, (x,), name="diagonal")
     check_gradients(fn, compiled, (x,))
-    assert fl.explain(fn, x).kernel_count == 1
+    assert explain(fn, x).kernel_count == 1
 
 
 def test_powers_of_integers(device: torch.device) -> None:

@@ -12,6 +12,7 @@ from torch.nn.attention import flex_attention as module
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import fl_pallas as fl
+from tests.unrun import explain
 
 N = 40
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,7 +61,7 @@ CASES = {
 def test_is_fused(fn: Callable[..., Tensor], device: torch.device) -> None:
     given = qkv(device)
     same(fl.compile(fn, fallback="error")(*given), by_hand(*given, CASES[fn]))
-    assert fl.explain(fn, *given).kernel_count == 1
+    assert explain(fn, *given).kernel_count == 1
 
 
 @pytest.mark.parametrize("fn", [capped, tabled])

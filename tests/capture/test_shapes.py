@@ -11,6 +11,7 @@ from torch import Tensor
 import fl_pallas as fl
 from fl_pallas.capture.aten import to_aten
 from fl_pallas.capture.shapes import by_shape
+from tests.unrun import explain
 
 MADE: dict[str, Callable[[Tensor], Tensor]] = {
     "zeros": torch.zeros_like,
@@ -63,6 +64,6 @@ def test_scores_are_not_stored_for_their_shape(fn: Callable[..., Tensor], device
         out = call(*inputs)
         found.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-    explained = fl.explain(fn, *inputs)
+    explained = explain(fn, *inputs)
     assert [(g.name, len(g.kernels) > 0) for g in explained.graphs] == [("forward", True), ("backward", True)]
     assert all("bmm" not in f.what for f in explained.fallbacks)

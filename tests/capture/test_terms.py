@@ -14,6 +14,7 @@ import fl_pallas as fl
 from fl_pallas.capture.terms import offer_terms
 from fl_pallas.schedule.text import plan_text
 from tests.oracle import check_gradients
+from tests.unrun import explain
 
 ANOTHER = "takes another pass"
 
@@ -97,7 +98,7 @@ def test_gradients(fn: Callable[..., Any], dtype: torch.dtype, device: torch.dev
 @pytest.mark.parametrize("fn", VARIANTS)
 def test_row_sums_are_known(fn: Callable[..., Any]) -> None:
     inputs = [t.requires_grad_() for t in drawn(fn, torch.bfloat16)]
-    forward, backward = fl.explain(fn, *inputs).graphs
+    forward, backward = explain(fn, *inputs).graphs
     assert not forward.fallbacks and not backward.fallbacks
     assert VARIANTS[fn][1] == all(ANOTHER not in plan_text(k) for k in backward.kernels)
 
@@ -105,7 +106,7 @@ def test_row_sums_are_known(fn: Callable[..., Any]) -> None:
 def test_nothing_is_stored_that_is_not_read() -> None:
     """Gradients go through a rectifier where it lets them: no product of the whole weights tells their sums."""
     inputs = [t.requires_grad_() for t in drawn(rectified, torch.bfloat16)]
-    forward, _ = fl.explain(rectified, *inputs).graphs
+    forward, _ = explain(rectified, *inputs).graphs
     stores = [s for k in forward.kernels for s in k.stores]
     assert sum(len(s.shape) == 4 and s.shape[-1] == 16 for s in stores) == 1
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fl_pallas as fl
 from tests.oracle import check_gradients, run_and_check
-from tests.unrun import unrun
+from tests.unrun import explain, unrun
 
 N = 129
 
@@ -103,7 +103,7 @@ def test_no_scores_are_stored(fn: Callable[..., Tensor]) -> None:
 @pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")
 def test_what_pytorch_chose_is_compared_with_what_it_chose_from(device: torch.device) -> None:
     run_and_check(above_the_fifth, fl.compile(above_the_fifth), [t.detach() for t in inputs(device)])
-    found = fl.explain(above_the_fifth, *(t.detach() for t in inputs(device)))
+    found = explain(above_the_fifth, *(t.detach() for t in inputs(device)))
     assert [f.what for f in found.fallbacks] == ["aten.topk.default"]
 
 
@@ -120,7 +120,7 @@ def test_pages_by_their_bounds(device: torch.device) -> None:
     q, k, v = (torch.randn(1, 2, 128, 16, device=device, requires_grad=True) for _ in range(3))
     compiled = fl.compile(by_pages, fallback="error")
     check_gradients(by_pages, compiled, [q, k, v])
-    stored = [s.shape for plan in fl.explain(by_pages, q.detach(), k, v).graphs[0].kernels for s in plan.stores]
+    stored = [s.shape for plan in explain(by_pages, q.detach(), k, v).graphs[0].kernels for s in plan.stores]
     assert max(shape[-1] for shape in stored) == 16 and any(shape[-2:] == (128, 8) for shape in stored), f"{stored}"
 
 

@@ -10,7 +10,7 @@ from fl_pallas.schedule.expr import reductions
 from tests.oracle import run_and_check
 from tests.programs import BY_NAME
 from tests.schedule.test_lay_out import heads_last, of_pairs
-from tests.unrun import unrun
+from tests.unrun import explain, unrun
 
 
 def test_a_mean_over_rows_is_of_what_a_kernel_of_rows_stores() -> None:
@@ -34,7 +34,7 @@ def test_returned_weights_take_rows_from_the_result(device: torch.device) -> Non
     """One loop, whose kernel stores the weights' row sums too; weights of another need no loop."""
     inputs = [torch.randn(1, 2, 100, 16, device=device) for _ in range(3)]
     run_and_check(with_weights, fl.compile(with_weights, fallback="error"), inputs)
-    first, second = (p for g in fl.explain(with_weights, *inputs).graphs for p in g.kernels)
+    first, second = (p for g in explain(with_weights, *inputs).graphs for p in g.kernels)
     assert len(first.loops) == 1 and not second.loops
     assert len(first.stores) == 4 and [s.shape for s in second.stores] == [(1, 2, 100, 100)]
 

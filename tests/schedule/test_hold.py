@@ -11,7 +11,7 @@ from fl_pallas.schedule.plan import is_by_thread, operand_names
 from tests.kernels.test_cubins import kernels_made
 from tests.oracle import check, check_gradients
 from tests.programs import BY_NAME
-from tests.unrun import unrun
+from tests.unrun import explain, unrun
 
 MIXING = ["talking_heads", "mixed_heads", "bahdanau"]
 
@@ -20,7 +20,7 @@ MIXING = ["talking_heads", "mixed_heads", "bahdanau"]
 def test_short_sequences_store_nothing(name: str) -> None:
     case = BY_NAME[name]
     inputs = [t.requires_grad_() for t in case.make_inputs(64, torch.float32, "cpu")]
-    found = fl.explain(case.target(torch.float32, "cpu"), *inputs)
+    found = explain(case.target(torch.float32, "cpu"), *inputs)
     assert not any(s.name.startswith("r0_h") for g in found.graphs for k in g.kernels for s in k.stores)
 
 
@@ -45,7 +45,7 @@ def test_what_is_stored_serves_all_gradients(
     case = BY_NAME[name]
     inputs = case.make_inputs(33, dtype, device)
     fn = case.target(dtype, device)
-    explained = fl.explain(fn, *[t.clone().requires_grad_() for t in inputs])
+    explained = explain(fn, *[t.clone().requires_grad_() for t in inputs])
     assert any(f"_h{held - 1}" in s.name for g in explained.graphs for k in g.kernels for s in k.stores)
     torch._dynamo.reset()
     compiled = fl.compile(fn)

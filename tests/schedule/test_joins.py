@@ -15,7 +15,7 @@ from fl_pallas.schedule.text import plan_text
 from tests.kernels.test_cubins import compiled, kernels_made
 from tests.oracle import check, check_gradients, run_and_check
 from tests.programs import BY_NAME
-from tests.unrun import unrun
+from tests.unrun import explain, unrun
 
 
 def mean_shift(x: Tensor, width: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def test_layers_of_distances(fn: object, device: torch.device) -> None:
     """A layer is a region, and nothing between them has a value for each pair."""
     x, width = torch.randn(100, 4, device=device), torch.tensor(1.5, device=device)
     run_and_check(fn, fl.compile(fn, fallback="error"), (x, width), name="layers")
-    explained = fl.explain(fn, x, width)
+    explained = explain(fn, x, width)
     assert explained.kernel_count == 2
     stored = [s.shape for graph in explained.graphs for plan in graph.kernels for s in plan.stores]
     assert stored == [(100, 4), (100, 4)]
@@ -78,7 +78,7 @@ def test_weights_averaged_over_heads(device: torch.device) -> None:
     q, k = (torch.randn(2, 4, 70, 16, device=device) for _ in range(2))
     run_and_check(averaged, fl.compile(averaged, fallback="error"), (q, k))
     check_gradients(averaged, fl.compile(averaged, fallback="error"), (q, k))
-    stored = [s.shape for plan in fl.explain(averaged, q, k).kernels for s in plan.stores]
+    stored = [s.shape for plan in explain(averaged, q, k).kernels for s in plan.stores]
     assert max(map(math.prod, stored)) == 2 * 70 * 70
 
 
@@ -95,7 +95,7 @@ def test_half_of_the_heads_end_the_region_of_all(device: torch.device) -> None:
     shapes = (2, 4, 33, 8), (2, 4, 33, 8), (2, 2, 33, 16), (32, 32)
     inputs = tuple(torch.randn(shape, device=device) for shape in shapes)
     run_and_check(halves_apart, fl.compile(halves_apart, fallback="error"), inputs, name="halves")
-    assert fl.explain(halves_apart, *inputs).kernel_count == 1
+    assert explain(halves_apart, *inputs).kernel_count == 1
 
 
 def latents(x: Tensor, q: Tensor, w: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def test_keys_of_few_queries_are_a_layers(m: int, device: torch.device) -> None:
     x, w = torch.randn(2, 100, 32, device=device), torch.randn(32, 64, device=device) / 6
     q = torch.randn(2, m, 16, device=device)
     run_and_check(latents, fl.compile(latents, fallback="error"), (x, q, w))
-    (plan,) = fl.explain(latents, x, q, w).kernels
+    (plan,) = explain(latents, x, q, w).kernels
     assert [s.shape for s in plan.stores] == [(2, 2, m, 16)]
 
 
@@ -126,7 +126,7 @@ def normed_features(x: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize("length", [17, 33, 130])
 def test_features_that_are_normalised_are_no_scores(length: int, device: torch.device) -> None:
     inputs = torch.randn(2, length, 16, device=device), torch.randn(16, 48, device=device)
-    found = fl.explain(normed_features, *inputs)
+    found = explain(normed_features, *inputs)
     read = {name for graph in found.graphs for plan in graph.kernels for name in operand_names(plan)}
     assert found.kernel_count == 1 and read == {"getitem"}
 
@@ -163,7 +163,7 @@ def test_no_distance_is_stored(fn: Callable[..., Tensor], device: torch.device) 
     shape = (70, 3) if fn is of_one_cloud else (2, 33, 3)
     inputs = torch.randn(shape, device=device), torch.randn(100, 3, device=device)
     run_and_check(fn, fl.compile(fn, fallback="error"), inputs)
-    assert fl.explain(fn, *inputs).kernel_count == 1
+    assert explain(fn, *inputs).kernel_count == 1
 
 
 def pooled(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,7 +172,7 @@ def pooled(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_layers_are_pytorchs_whatever_is_pooled(device: torch.device) -> None:
-    found = fl.explain(pooled, torch.randn(2, 33, 8, device=device), torch.randn(8, 40, device=device))
+    found = explain(pooled, torch.randn(2, 33, 8, device=device), torch.randn(8, 40, device=device))
     assert found.kernel_count == 0 and not found.fallbacks
 
 
@@ -207,7 +207,7 @@ def test_centres_that_a_batch_shares_are_no_layers_weight(fn: Callable[..., Tens
     inputs = torch.randn(2, 100, 16, device=device), torch.randn(40, 16, device=device)
     check_gradients(fn, fl.compile(fn, fallback="error"), inputs)
     with torch.no_grad():
-        assert fl.explain(fn, *inputs).kernel_count == 1
+        assert explain(fn, *inputs).kernel_count == 1
 
 
 def test_sums_along_a_part_of_the_keys_leave_a_region(device: torch.device) -> None:
@@ -258,7 +258,7 @@ def test_scores_that_pytorch_sorts(device: torch.device) -> None:
     with pytest.warns(fl.FallbackWarning, match=r"topk.*25.0 KiB will be materialised"):
         out = fl.compile(largest_scores)(*inputs)
     check(largest_scores, inputs, out)
-    explained = fl.explain(largest_scores, *inputs)
+    explained = explain(largest_scores, *inputs)
     (kernel,) = explained.kernels
     assert [s.shape for s in kernel.stores] == [(2, 2, 40, 16)]
 
@@ -276,7 +276,7 @@ def test_sums_of_several_windows_are_not_stored(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     centres = torch.rand(2, 70, 3, generator=generator).to(device)
     inputs = (centres, *(torch.randn(2, 70, n, generator=generator).to(device) for n in (3, 16)))
-    explanation = fl.explain(windows, *inputs)
+    explanation = explain(windows, *inputs)
     assert explanation.kernel_count == 1 and not explanation.graphs[0].fallbacks, str(explanation)
     run_and_check(windows, fl.compile(windows), inputs)
     check_gradients(windows, fl.compile(windows), inputs)

@@ -13,7 +13,7 @@ from fl_pallas.explain import Graph
 from fl_pallas.schedule.expr import reductions
 from fl_pallas.schedule.plan import Accumulator, KernelPlan
 from tests.corpus.science import evoformer_row
-from tests.unrun import unrun
+from tests.unrun import explain, unrun
 
 
 def outputs_subtracted(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, v: Tensor, scale: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def test_results_of_wide_features_are_joined_apart(d: int, loops: list[int]) -> 
 def test_results_joined_apart_are_right(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = doubled(128, length)
     monkeypatch.setattr("fl_pallas.schedule.pipeline.cheapest", lambda ways, _: ways[-1])
-    assert len(fl.explain(weights_subtracted, *inputs).kernels) == 3
+    assert len(explain(weights_subtracted, *inputs).kernels) == 3
     ours = fl.compile(weights_subtracted)(*inputs).double()
     exact = weights_subtracted(*(t.double() for t in inputs))
     eager = weights_subtracted(*inputs).double()

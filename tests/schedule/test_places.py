@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fl_pallas as fl
 from tests.oracle import check_gradients
+from tests.unrun import explain
 
 
 def whole(seed: int, *shape: int, most: int = 2) -> Tensor:
@@ -21,7 +22,7 @@ def whole(seed: int, *shape: int, most: int = 2) -> Tensor:
 
 
 def kernels(fn: Callable, *inputs: Tensor) -> int:
-    found = fl.explain(fn, *inputs)
+    found = explain(fn, *inputs)
     assert not found.fallbacks, found.fallbacks
     return found.kernel_count
 

@@ -24,6 +24,7 @@ from fl_pallas.schedule.verify import verify_plan
 from tests.oracle import run_and_check
 from tests.plan_evaluate import PlanRun, TileEvaluator, captured
 from tests.terms import i64, is_, n
+from tests.unrun import explain
 
 LENGTH = 700
 Mask = Callable[..., Tensor]
@@ -180,7 +181,7 @@ def unnormalised(q: Tensor, k: Tensor, v: Tensor, doc: Tensor) -> Tensor:
 )
 def test_other_programs(fn: Callable[..., Tensor], data: Callable[[], Tensor], device: torch.device) -> None:
     inputs = tuple(t.to(device) for t in (*(torch.randn(2, 2, LENGTH, 16) for _ in range(3)), data()))
-    assert fl.explain(fn, *inputs).kernels[0].name == "r0_k0_tiles"
+    assert explain(fn, *inputs).kernels[0].name == "r0_k0_tiles"
     run_and_check(fn, fl.compile(fn), inputs)
 
 
@@ -196,7 +197,7 @@ def test_split_loops(device: torch.device) -> None:
     theirs = ids(keys, 4)
     q, k, v = (torch.randn(2, 2, n, 16) for n in (3, keys, keys))
     inputs = tuple(t.to(device) for t in (q, k, v, valid, theirs[:, [0, 100, 290]], theirs))
-    assert [p.name for p in fl.explain(fn, *inputs).kernels] == ["r0_k0_tiles", "r0_k0", "r0_k1"]
+    assert [p.name for p in explain(fn, *inputs).kernels] == ["r0_k0_tiles", "r0_k0", "r0_k1"]
     run_and_check(fn, fl.compile(fn), inputs)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fl_pallas as fl
 from tests.oracle import check, check_gradients
-from tests.unrun import unrun
+from tests.unrun import explain, unrun
 
 KEYS = 50
 
@@ -58,3 +58,23 @@ def test_one_loop_over_keys(fn: Callable, dtype: torch.dtype, device: torch.devi
     assert [loop.axis.extent for loop in plan.loops] == [KEYS]
     check(fn, inputs, fl.compile(fn)(*inputs))
     check_gradients(fn, fl.compile(fn), inputs)
+
+
+def turned_behind_the_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Rotary positions of all tokens but the first three, as vision transformers with registers have them."""
+    angle = torch.arange(KEYS - 3, device=q.device)[:, None] / (1 + torch.arange(8, device=q.device))
+
+    def turned(x: Tensor) -> Tensor:
+        first, (a, b) = x[..., :3, :], x[..., 3:, :].chunk(2, -1)
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        return torch.cat([first, torch.cat([a * cos - b * sin, a * sin + b * cos], -1)], -2)
+
+    return F.scaled_dot_product_attention(turned(q), turned(k), v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_turned_from_some_on(dtype: torch.dtype, device: torch.device) -> None:
+    """One loop over them, of which nothing is known twice: two kernels in the backward pass."""
+    inputs = [torch.randn(2, 2, KEYS, 16).to(device, dtype).requires_grad_() for _ in range(3)]
+    assert [len(g.kernels) for g in explain(turned_behind_the_first, *inputs).graphs] == [1, 2]
+    check_gradients(turned_behind_the_first, fl.compile(turned_behind_the_first), inputs)

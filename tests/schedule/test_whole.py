@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fl_pallas as fl
 from tests.oracle import run_and_check
+from tests.unrun import explain
 
 
 def quantised(q: Tensor, k: Tensor, scale: Tensor, v: Tensor) -> Tensor:
@@ -49,8 +50,8 @@ def test_fuses(fn: Callable[..., Tensor], kind: torch.dtype, dtype: torch.dtype,
 
 def test_what_floats_may_not_hold_is_told() -> None:
     """Products of int16; and so many of uint8 that their sum has more than 24 bits."""
-    explanation = fl.explain(quantised, *drawn(torch.int16, 16, torch.float32, torch.device("cpu")))
+    explanation = explain(quantised, *drawn(torch.int16, 16, torch.float32, torch.device("cpu")))
     assert explanation.kernel_count == 0 and "of integers" in str(explanation.fallbacks[0])
     many = drawn(torch.uint8, 300, torch.float32, torch.device("cpu"))
-    assert fl.explain(quantised, *many).kernel_count == 0
+    assert explain(quantised, *many).kernel_count == 0
     run_and_check(quantised, fl.compile(quantised), many)
