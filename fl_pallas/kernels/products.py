@@ -11,13 +11,17 @@ from jax import Array, lax
 
 from ..schedule.dtype import is_float
 from ..schedule.expr import Axis, Expr, Load, free_axes, ref_names
-from ..schedule.inner import ROWS, Product, Sheared, within_sides
+from ..schedule.inner import ROWS, Product, Sheared, multiplied_in, within_sides
 from .loads import load
 from .native import gather
 from .tile import JNP, Context, Tile, transposed
 
 # The least side of a tile that Triton takes to shared memory for a product without its sides being multiplied out.
 SWIZZLED = 8
+# Numbers of bfloat16, 8 bits each, that a float32 is the sum of; and that a number of TF32 is, and more.
+PARTS, FEW = 3, 2
+# Precisions of products that are as exact as float32.
+EXACT = (lax.Precision.HIGHEST, lax.DotAlgorithmPreset.TF32_TF32_F32_X3)
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Side:
     Attributes:
       factors: which it is the product of.
       axis: what the product sums over.
-      dtype: of the sum.
+      dtype: in which it is multiplied.
     """
 
     factors: tuple[Expr, ...]
@@ -45,6 +49,26 @@ def matmul(ctx: Context, p: Product, axis: Axis, dtype: str) -> Tile:
             more = _product(ctx, rest, right, axis) if n == 0 else _product(ctx, left, rest, axis)
             whole = Tile(whole.array + more.array, whole.axes)
     return _scaled(ctx, whole, scale)
+
+
+def _by_parts(ctx: Context, left: Tile, right: Tile, axis: Axis) -> Tile:
+    """A product of float32 by bfloat16: the one is the sum of parts, which the matrix unit takes beside the other at
+    twice the rate of products in TF32, and as exact.
+    """
+    wide = left if left.array.dtype == jnp.float32 else right
+    rest, sums = wide.array, []
+    for _ in range(PARTS if ctx.precision in EXACT else FEW):
+        part = lax.reduce_precision(rest, 8, 7) if ctx.interpret else rest.astype(jnp.bfloat16).astype(jnp.float32)
+        rest = rest - part
+        own = Tile(part.astype(jnp.bfloat16), wide.axes)
+        sums.append(_product(ctx, *((own, right) if wide is left else (left, own)), axis))
+    whole, *others = sums
+    small = others[0].array
+    for t in others[1:]:
+        small = small + t.array
+    # The first product knows what becomes of infinities, and of NaN; parts of them, or zeros beside them, make others.
+    array = whole.array + jnp.where(jnp.abs(small) < jnp.inf, small, jnp.zeros_like(small))
+    return Tile(array, whole.axes)
 
 
 def _is_of_several(ctx: Context, factors: Sequence[Expr], axis: Axis) -> bool:
@@ -153,8 +177,14 @@ def vector_matmul(ctx: Context, p: Product, axis: Axis, dtype: str) -> Tile:
 def _sides(ctx: Context, p: Product, axis: Axis, dtype: str) -> tuple[Tile, Tile, tuple[Expr, ...]]:
     """Both sides of a matrix product, and what the product is multiplied by."""
     p = ranged(ctx, p, dtype)
-    left, right = (Side(factors, axis, dtype) for factors in (p.left, p.right))
+    left, right = sides_of(p, axis, dtype)
     return side_tile(ctx, left), side_tile(ctx, right), p.scale
+
+
+def sides_of(p: Product, axis: Axis, dtype: str) -> tuple[Side, Side]:
+    """The sides of a product of type `dtype`, each in the type that it is multiplied in."""
+    left, right = multiplied_in(p, dtype)
+    return Side(p.left, axis, left), Side(p.right, axis, right)
 
 
 def ranged(ctx: Context, p: Product, dtype: str) -> Product:
@@ -187,6 +217,8 @@ def side_tile(ctx: Context, s: Side) -> Tile:
 
 def _product(ctx: Context, left: Tile, right: Tile, axis: Axis) -> Tile:
     """left · right, summed over `axis`."""
+    if left.array.dtype != right.array.dtype:
+        return _by_parts(ctx, left, right, axis)
     ctx.products += 1
     rows = tuple(a for a in left.axes if a != axis)
     columns = tuple(a for a in right.axes if a != axis)

@@ -8,7 +8,7 @@ from ..schedule.dtype import is_float
 from ..schedule.expr import Const, Expr, Index, Load, Op, Reduce, children, free_axes, loads, reductions
 from ..schedule.inner import Product, as_product, as_sheared, is_sequential
 from .loads import load
-from .products import Side, ranged
+from .products import Side, ranged, sides_of
 from .tile import Context, Scope
 
 
@@ -44,10 +44,10 @@ def steady_sides(ctx: Context, exprs: Iterable[Expr]) -> list[Side]:
     found: dict[Side, None] = {}
     for r in dict.fromkeys(n for e in exprs for n in reductions(e)):
         p = _matrix_product(ctx, r)
-        for factors in (p.left, p.right) if p is not None else ():
-            raw = len(factors) == 1 and isinstance(factors[0], Load) and factors[0].dtype == r.dtype
-            if not raw and not any(map(here.binds, factors)):
-                found[Side(factors, r.axis, r.dtype)] = None
+        for side in sides_of(p, r.axis, r.dtype) if p is not None else ():
+            raw = len(side.factors) == 1 and isinstance(n := side.factors[0], Load) and n.dtype == side.dtype
+            if not raw and not any(map(here.binds, side.factors)):
+                found[side] = None
     return [*found]
 
 

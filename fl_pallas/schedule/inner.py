@@ -53,6 +53,19 @@ def as_product(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Product | None
     return Product(first, tuple(f for g in rest for f in g), scale)
 
 
+def multiplied_in(p: Product, dtype: str) -> tuple[str, str]:
+    """The types in which a product's sides are multiplied, `dtype` being that of its sum.
+
+    Products of numbers of 16 bits are exact in 32: sides that were cast alone are multiplied as they lie in memory, at
+    several times the rate. So is bfloat16 beside float32, which is the sum of a few such numbers.
+    """
+    sides = (p.left, p.right)
+    kinds = [side[0].dtype if len(side) == 1 and isinstance(side[0], Load) else dtype for side in sides]
+    narrow = {*kinds} in ({"bf16"}, {"f16"}, {"bf16", "f32"})
+    left, right = kinds if dtype == "f32" and narrow else (dtype, dtype)
+    return left, right
+
+
 def within_sides(p: Product, tiled: frozenset[Axis]) -> Product:
     """The same product, its scale multiplied into a side where that has its axes.
 

@@ -7,13 +7,14 @@ import math
 from collections.abc import Set
 
 from ..dtype import is_float, itemsize
-from ..expr import Axis, Reduce, free_axes, index, loads, reductions, walk
-from ..inner import as_product, is_matrix_product, is_product_of_loop, power_of_two
+from ..expr import Axis, Expr, Reduce, free_axes, index, loads, reductions, walk
+from ..inner import as_product, as_sheared, as_shifted, is_product_of_loop, multiplied_in, power_of_two
 from ..plan import Accumulator, Choices, Loop, Store
 from ..scan import BLOCK
 from ..target import Target
 from .registers import is_intricate, largest_tile, pressure
 from .roles import MAX_FEATURES, Roles
+from .shared import shared
 
 MIN_TILE = 16
 
@@ -57,7 +58,8 @@ BY_THREAD = ((32, 64, 4, 4), (64, 64, 4, 8), (16, 64, 8, 4), (32, 32, 8, 4))
 # Elements of a tile that gives its warps enough to do; what is so many times smaller is small; and there are programs
 # to spare if each processor has so many.
 FULL, SMALL, FEW = 8192, 4, 16
-# How far over the registers the model may find a choice that is still compiled, to see whether it fits.
+# How far over the registers, or shared memory, the model may find a choice that is still compiled, to see whether it
+# fits.
 SLACK = 1.1
 # The same, where nothing fits four warps: the narrowest tiles of those, of three dimensions, take half of the time of
 # eight warps if they fit after all.
@@ -74,7 +76,8 @@ def choose(
 ) -> tuple[Choices, ...]:
     """Tile sides, warps and stages worth trying for a kernel, best first.
 
-    The model leaves out what cannot fit the registers; what nearly does is for the compiler to say (kernels/fit.py).
+    Models leave out what cannot fit registers and shared memory; what nearly does is for the compiler to say
+    (kernels/fit.py).
 
     Args:
       kinds: the parallel axes by role.
@@ -202,8 +205,9 @@ def _fitting(
             tiles[a] = max(tiles[a], min(BLOCK, power_of_two(a.extent)))
         choices = Choices(tuple(tiles.items()), warps, stages)
         wanted = pressure(choices, kinds, loops, stores, bytes_, target)
-        (fitting if wanted <= SLACK else too_wide).append(choices)
-        if SLACK < wanted <= TIGHT and warps == 4:
+        room = shared(loops, choices) <= SLACK * target.shared_bytes
+        (fitting if wanted <= SLACK and room else too_wide).append(choices)
+        if SLACK < wanted <= TIGHT and warps == 4 and room:
             tight.append(choices)
     if fitting and all(c.warps > 4 for c in fitting):
         fitting = [*tight[-1:], *fitting]
@@ -228,9 +232,20 @@ def product_bytes(kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ..
     tiled = frozenset((*kinds.features, *sides, *(loop.axis for loop in loops)))
     sums = [(s, loop.axis) for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
     exprs = [*(s.expr for s in stores), *(s.update for s, _ in sums)]
-    found = [s.dtype for s, axis in sums if s.kind == "sum" and is_product_of_loop(s.update, axis, tiled)]
+    found = [_multiplied(s.update, axis, tiled, s.dtype) for s, axis in sums if s.kind == "sum"]
     for r in {n for e in exprs for n in walk(e) if isinstance(n, Reduce) and n.kind == "sum"}:
-        if is_matrix_product(r.body, r.axis, tiled | {r.axis}):
-            found.append(r.dtype)
+        found.append(_multiplied(r.body, r.axis, tiled | {r.axis}, r.dtype))
+    found = [dtype for dtype in found if dtype]
     loaded = [n.dtype for e in exprs for n in loads(e) if is_float(n.dtype)]
     return max(map(itemsize, found or loaded), default=4)
+
+
+def _multiplied(body: Expr, axis: Axis, tiled: frozenset[Axis], dtype: str) -> str:
+    """The type in which the matrix units multiply the sides of a sum of type `dtype`; "" if they do not take it."""
+    p = as_product(body, axis, tiled)
+    if p is None:
+        sheared = as_sheared(body, axis, tiled)
+        p = None if sheared is None else sheared.product
+    if p is None:
+        return dtype if as_shifted(body, axis, tiled) is not None else ""
+    return min(multiplied_in(p, dtype), key=itemsize)

@@ -125,22 +125,29 @@ def _only(names: frozenset[str], loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
 def part_chains(
     loops: tuple[Loop, ...], stores: tuple[Store, ...], parallel: tuple[Axis, ...], name: str, compute: str
 ) -> tuple[Kernel, ...]:
-    """Before: one loop with accumulators of which some know nothing of the others. After: a kernel that stores what
-    the first of them come to, and one that takes it from there.
+    """Before: a loop with accumulators of which some know nothing of the others, nor other loops of them. After: a
+    kernel that stores what the first of them come to, and one that takes it from there.
 
     Returns: (loops, stores) of each kernel; as they were if there is but one chain, or if chains share a reduction,
     which both kernels would compute.
     """
-    if len(loops) != 1:
-        return ((loops, stores),)
-    (loop,) = loops
-    chain = _chain(loop.steps)
-    others = tuple(s for s in loop.steps if s not in chain)
-    if not others or _reductions(chain) & _reductions(others):
-        return ((loops, stores),)
-    own = frozenset(s.name for s in chain)
-    kept, rest = _stored(stores, lambda e: ref_names(e) <= own, parallel, f"{name}_p", compute)
-    return ((Loop(loop.axis, chain),), kept), ((Loop(loop.axis, others),), rest)
+    for n, loop in enumerate(loops):
+        chain = _chain(loop.steps)
+        others = tuple(s for s in loop.steps if s not in chain)
+        around = (*loops[:n], *loops[n + 1 :])
+        if not others or _reductions(chain) & _reductions(others) or _are_tied(chain, around):
+            continue
+        own = frozenset(s.name for s in chain)
+        kept, rest = _stored(stores, lambda e, own=own: ref_names(e) <= own, parallel, f"{name}_p", compute)
+        return ((Loop(loop.axis, chain),), kept), ((*loops[:n], Loop(loop.axis, others), *loops[n + 1 :]), rest)
+    return ((loops, stores),)
+
+
+def _are_tied(chain: tuple[Step, ...], loops: tuple[Loop, ...]) -> bool:
+    """Whether the steps of other loops refer to those of a chain, or it to them."""
+    steps = tuple(s for loop in loops for s in loop.steps)
+    ways = ((chain, steps), (steps, chain))
+    return any(_refs(e) & {s.name for s in others} for some, others in ways for s in some for e in _exprs(s))
 
 
 def part_join(
@@ -205,4 +212,5 @@ def _exprs(step: Step) -> tuple[Expr, ...]:
 
 
 def _refs(e: Expr) -> set[str]:
+    """The steps that an expression refers to."""
     return {n.name.removesuffix(".old") for n in walk(e) if isinstance(n, Ref)}

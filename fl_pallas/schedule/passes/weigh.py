@@ -25,6 +25,7 @@ from ..remember import remembered
 from ..target import Target
 from .lay_out import touched_by
 from .registers import COSTLY
+from .shared import staged
 
 # Of a processor and cycle (H100 whitepaper): operations of a matrix product in 16 bits, instructions, exponentials.
 MULTIPLIED, ISSUED, POWERS = 4096, 128, 16
@@ -98,7 +99,7 @@ def _cycles(plan: KernelPlan, target: Target, once: bool) -> float:
     rows = [n for a, n in tiles.items() if n > 1 and a in plan.grid and a not in apart]
     columns = [tiles.get(loop.axis, 1) for loop in plan.loops]
     share = math.prod(rows) * max(columns, default=1) / plan.choices.warps / BUSY
-    resident = max(1, target.shared_bytes // max(1, _staged(plan))) * plan.choices.warps
+    resident = max(1, target.shared_bytes // max(1, staged(plan.loops, plan.choices))) * plan.choices.warps
     busy = min(1.0, share) * min(1.0, resident / WARPS) ** 0.5
     return (work / busy + loaded) / target.processors + _bytes(plan) / MOVED + LAUNCH
 
@@ -189,29 +190,6 @@ def _wide(plan: KernelPlan, axes: Iterable[Axis]) -> frozenset[Axis]:
     """Those of the axes of which a tile has more than one index."""
     tiles = dict(plan.choices.tiles)
     return frozenset(a for a in axes if tiles.get(a, a.extent) > 1)
-
-
-def _staged(plan: KernelPlan) -> int:
-    """Bytes of shared memory for the matrices that the stages of a loop hold."""
-    tiles = dict(plan.choices.tiles)
-    most = 0
-    for loop in plan.loops:
-        found = {n for s in loop.steps if isinstance(s, Accumulator) for n in loads(s.update)}
-        # One matrix for both of its uses, in the product that makes the weights and in one that they are a side of.
-        # What is read at the sum of two indices is as wide as both of their tiles together.
-        matrices = {
-            (
-                n.source,
-                tuple(sorted(sum(tiles.get(a, covering_tile(a)) for a in free_axes(i)) for i in n.index)),
-                n.dtype,
-            )
-            for n in found
-            if loop.axis in free_axes(n)
-        }
-        sized = ((itemsize(dtype), [n for n in sides if n > 1]) for _, sides, dtype in matrices)
-        held = sum(math.prod(sides) * size for size, sides in sized if len(sides) > 1)
-        most = max(most, plan.choices.stages * held)
-    return most
 
 
 def _programs(plan: KernelPlan, axes: frozenset[Axis]) -> int:

@@ -1,0 +1,79 @@
+"""Shared memory: what a kernel's matrices take of it under its choices, by a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..dtype import itemsize
+from ..expr import Axis, Expr, Load, Reduce, free_axes, loads, walk
+from ..inner import as_product, covering_tile
+from ..plan import Accumulator, Choices, Loop
+from ..remember import remembered
+
+
+def shared(loops: Sequence[Loop], choices: Choices) -> int:
+    """Bytes for what matrix products take as it lies in memory: of a program's rows, which stay, and of all stages of a
+    loop.
+
+    Of sixteen kernels for a head of 256 features, compiled for sm_90, it is what the compiler took, to a kilobyte.
+    """
+    tiled = frozenset(a for a, n in choices.tiles if n > 1)
+    most = 0
+    for loop in loops:
+        sides = _sides(tuple(s.update for s in loop.steps if isinstance(s, Accumulator)), loop.axis, tiled)
+        still, moving = (
+            # Of other sums around a product, one index is taken at a time.
+            {_matrix(n, {a: covering_tile(a) if a == axis else 1 for a in free_axes(n)} | dict(choices.tiles))
+             for n, axis in sides if (loop.axis in free_axes(n)) is along}
+            for along in (False, True)
+        )  # fmt: skip
+        most = max(most, sum(size for *_, size in still) + choices.stages * sum(size for *_, size in moving))
+    return most
+
+
+def staged(loops: Sequence[Loop], choices: Choices) -> int:
+    """Bytes for all matrices that the stages of a loop hold, whatever becomes of them."""
+    most = 0
+    for loop in loops:
+        found = {n for s in loop.steps if isinstance(s, Accumulator) for n in loads(s.update)}
+        matrices = {
+            _matrix(n, {a: covering_tile(a) for a in free_axes(n)} | dict(choices.tiles))
+            for n in found
+            if loop.axis in free_axes(n)
+        }
+        most = max(most, sum(size for *_, size in matrices))
+    return choices.stages * most
+
+
+Matrix = tuple[str, tuple[int, ...], int]
+
+
+def _matrix(n: Load, sides: Mapping[Axis, int]) -> Matrix:
+    """What is loaded, the sides of its tile, and its bytes; 0 if it has one side alone.
+
+    One matrix serves all of its uses: in the product that makes weights, and in one that they are a side of. What is
+    read at the sum of two indices is as wide as both of their tiles together; one index may be read at in parts, by its
+    quotient and its remainder.
+    """
+    wide = [a for a in free_axes(n) if sides[a] > 1]
+    dims = tuple(max(1, sum(sides[a] for a in free_axes(i) if a in wide)) for i in n.index)
+    elements = min(math.prod(dims), math.prod(sides[a] for a in wide))
+    return n.source, tuple(sorted(dims)), elements * itemsize(n.dtype) if len(wide) > 1 else 0
+
+
+@remembered
+def _sides(updates: tuple[Expr, ...], axis: Axis, tiled: frozenset[Axis]) -> frozenset[tuple[Load, Axis]]:
+    """What is a side of a matrix product by itself, of those inside of updates and of updates along a loop's axis; and
+    what the product sums over."""
+    sums: Iterable[tuple[Expr, Axis]] = [
+        *((e, axis) for e in updates),
+        *((r.body, r.axis) for e in updates for r in walk(e) if isinstance(r, Reduce) and r.kind == "sum"),
+    ]
+    found: set[tuple[Load, Axis]] = set()
+    for body, over in sums:
+        p = as_product(body, over, tiled | {over})
+        for side in (p.left, p.right) if p is not None else ():
+            # What has more sides is put together in registers.
+            found |= {(n, over) for n in side if isinstance(n, Load) and len(side) == 1}
+    return frozenset((n, over) for n, over in found if len(free_axes(n) & (tiled | {over})) < 3)
