@@ -38,6 +38,9 @@ MAX_UNIT = 16
 # The least room for an axis that is taken whole: an index for each thread of a small program. Else it is twice what was
 # seen, and no more, for each program looks at all of it.
 ROOM = 128
+# The most rows of a tile, where they are given at launch: of 260, a tile of 256 leaves as many again to be computed for
+# nothing (it took 3 times as long as a kernel for 260 alone).
+ROWS = 64
 # What is chosen, told or named does not make two kernels different.
 _UNBOUNDED: dict[str, Any] = {"lower": None, "upper": None, "interior": None}
 _FREE = {KernelPlan: ("name", "choices", "others", "notes"), Loop: ("guesses",), Store: ("name",)}
@@ -107,7 +110,8 @@ def _joined(a: Laid, b: Laid, given: Callable[[int, int], bool], units: bool) ->
     def over(choices: Choices) -> Choices:
         return replace(choices, tiles=tuple((own[axis.name], n) for axis, n in choices.tiles))
 
-    others = tuple(over(c) for c in wider.others)
+    rows = [axis for axis in made.plan.grid if axis.size is not None]
+    others = tuple(c for c in map(over, wider.others) if all((c.tile(axis) or 1) <= ROWS for axis in rows))
     guessed = (replace(x, guesses=y.guesses) for x, y in zip(made.plan.loops, wider.loops, strict=True))
     plan = replace(made.plan, loops=tuple(guessed), choices=over(wider.choices), others=others, notes=())
     return replace(made, plan=plan, sizes=len(numbers))

@@ -165,6 +165,16 @@ def test_units_let_loads_stay_wide() -> None:
     assert made.cubin.stack <= SPILL
 
 
+def test_tiles_are_no_longer_than_short_sequences() -> None:
+    """Tuning sees the lengths of one call; rows of a wide tile would be computed for nothing at others."""
+
+    def rows(made: Laid) -> set[int]:
+        side = {axis.name: axis for axis in made.plan.grid if axis.extent > 64}
+        return {c.tile(axis) or 1 for c in (made.plan.choices, *made.plan.others) for axis in side.values()} - {1}
+
+    assert max(rows(wide(1000))) > 64 >= max(rows(generalise(wide(512), wide(1000))))
+
+
 def test_units_shut_lengths_out() -> None:
     assert sizes_of(generalise(wide(512, 24), wide(1000, 24)), wide(300, 24))
     with pytest.raises(Mismatch, match="unit"):
