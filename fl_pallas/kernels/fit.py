@@ -169,7 +169,7 @@ def _fitted(
         raise Unsupported(name, f"{cubin.shared} bytes of shared memory, and {have}")
     fitted = Fitted(choices, lowered, cubin, in_place)
     checked = _checkers().submit(check, cubin, name)
-    # A loop about guesses comes last: it is not worth another compilation for programs that may be too few.
+    # Loops about guesses take the longest to compile: not again for a program more that may not pay.
     tighter = _tighter(fitted, target, ENOUGH if choices.guesses else enough)
     checked.result()
     if tighter is None:
