@@ -14,10 +14,12 @@ from .launch import DirectKernel
 from .progress import progress
 
 Kernel = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+# Stands where a tensor was that nothing reads any more.
+_GONE = torch.empty(0)
 
 
 class RegionRunner:
-    """Runs the kernels of a region in order; intermediates live only inside the call.
+    """Runs the kernels of a region in order; intermediates live until the last kernel that reads them has begun.
 
     Attributes:
       operands: names of the tensors it takes, in order.
@@ -36,17 +38,32 @@ class RegionRunner:
         self.operands = tuple(dict.fromkeys(n for group in names for n in group if n not in made))
         # Tensors by position: the operands, then what each kernel stores.
         place = {n: k for k, n in enumerate((*self.operands, *(s.name for p in plans for s in p.stores)))}
-        self._steps = [(kernel, [place[n] for n in group]) for kernel, group in zip(kernels, names, strict=True)]
         self._results = [place[n] for n in self.outputs]
+        reads = [[place[n] for n in group] for group in names]
+        self._steps = list(zip(kernels, reads, self._read_last(reads, plans), strict=True))
         self._is_new = any(isinstance(kernel, DirectKernel) for kernel in kernels)
+
+    def _read_last(self, reads: Sequence[Sequence[int]], plans: Sequence[KernelPlan]) -> list[list[int]]:
+        """What each kernel hands on to none behind it: large matrices of one step give their memory to the next."""
+        kept = {*range(len(self.operands)), *self._results}
+        dead: list[list[int]] = []
+        last = {k: n for n, places in enumerate(reads) for k in places}
+        made = len(self.operands)
+        for n, plan in enumerate(plans):
+            own = range(made, made := made + len(plan.stores))
+            unread = [k for k in own if k not in last and k not in kept]
+            dead.append([*(k for k in dict.fromkeys(reads[n]) if last[k] == n and k not in kept), *unread])
+        return dead
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self._is_new:
             self._is_new = False
             return self._first(tensors)
         known = [*tensors]
-        for kernel, places in self._steps:
+        for kernel, places, dead in self._steps:
             known += kernel([known[k] for k in places])
+            for k in dead:
+                known[k] = _GONE
         return tuple([known[k] for k in self._results])
 
     def _first(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -55,15 +72,17 @@ class RegionRunner:
             if len(self._steps) > 1:
                 self._compile(tensors)
             known = [*tensors]
-            for kernel, places in self._steps:
+            for kernel, places, dead in self._steps:
                 known += kernel([known[k] for k in places])
+                for k in dead:
+                    known[k] = _GONE
                 count()
         return tuple([known[k] for k in self._results])
 
     def _compile(self, tensors: Sequence[torch.Tensor]) -> None:
         """Several kernels are compiled side by side, before the first of them runs."""
         known, calls = [*tensors], []
-        for kernel, places in self._steps:
+        for kernel, places, _ in self._steps:
             if not isinstance(kernel, DirectKernel):
                 return
             calls.append((kernel, [known[k] for k in places]))
