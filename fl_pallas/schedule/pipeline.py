@@ -242,7 +242,7 @@ def _made(
             shapes[storing.name] = storing.stores[0].shape
         for group in apart:
             plans += _planned(group, held, f"{name}_k", len(plans), compute, shapes, target)
-    return _Made(parts, tuple(lay_out(plans, shapes)), tuple(between), shapes)
+    return _Made(parts, tuple(lay_out(plans, shapes, region.outputs)), tuple(between), shapes)
 
 
 def _in_order(parts: tuple[Fused, ...]) -> tuple[Fused, ...]:

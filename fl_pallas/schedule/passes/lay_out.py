@@ -6,6 +6,9 @@ After: a small kernel stores `copy[h, x0, j0]`, and tiles are runs of it.
 Before: many programs read tiles `bias[j0, x0]`, their rows last: each is turned in shared memory, with barriers.
 After: they read a `copy[x0, j0]`.
 
+Before: a kernel stores scores [key, query] for another whose loop goes along keys, which reads a copy. After: it stores
+them [query, key], and what else makes tiles of pairs has their longer side along keys.
+
 Before: the program of a head stores a tile of `grad[x0, x1, h]`: every element in another sector, which is read and
 written once for each head. After: it stores `tiles[h, x0, x1]`, for other kernels to read, or to be copied.
 """
@@ -13,13 +16,14 @@ written once for each head. After: it stores `tiles[h, x0, x1]`, for other kerne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from ..build import rewrite
 from ..dtype import is_float, itemsize
-from ..expr import Axis, Expr, Index, Load, free_axes, index, load, loads
-from ..inner import factors, power_of_two
+from ..expr import Axis, Expr, Index, Load, free_axes, index, load, loads, reductions
+from ..inner import as_product, factors, power_of_two
 from ..plan import Accumulator, Choices, KernelPlan, Loop, Step, Store, bounds_of, expressions, operand_names
 
 # What memory hands over at once, bytes.
@@ -49,14 +53,19 @@ class _Wish:
     turned: int
 
 
-def lay_out(plans: Sequence[KernelPlan], shapes: Mapping[str, tuple[int, ...]]) -> list[KernelPlan]:
+def lay_out(
+    plans: Sequence[KernelPlan], shapes: Mapping[str, tuple[int, ...]], results: Collection[str]
+) -> list[KernelPlan]:
     """Kernels in the order in which they run → the same, reading copies where these pay, and kernels that make them.
 
-    An operand is taken to lie as a new tensor of its shape does.
+    An operand is taken to lie as a new tensor of its shape does; what kernels store for each other alone lies as those
+    that read it would have it, where that saves its copies.
 
     Args:
       shapes: of what plans may read, by name.
+      results: names of what is stored for others than these kernels.
     """
+    plans, shapes = _laid_for_readers(plans, dict(shapes), results)
     wishes: dict[tuple[str, tuple[int, ...]], list[_Wish]] = {}
     for at, plan in enumerate(plans):
         for node in dict.fromkeys(n for e in _bodies(plan) for n in loads(e)):
@@ -78,6 +87,105 @@ def lay_out(plans: Sequence[KernelPlan], shapes: Mapping[str, tuple[int, ...]]) 
             turned = _read_from(made[at][-1], source, name, order)
             made[at][-1] = replace(turned, notes=(*turned.notes, note))
     return [p for group in made for p in group]
+
+
+def _laid_for_readers(
+    plans: Sequence[KernelPlan], shapes: dict[str, tuple[int, ...]], results: Collection[str]
+) -> tuple[Sequence[KernelPlan], dict[str, tuple[int, ...]]]:
+    """What kernels store for each other with its dimensions in the order that moves the fewest bytes, where as it is
+    some of it would be copied, or sectors are not used whole; the tiles of kernels of pairs along that; and the shapes.
+    """
+    fixed = {*results, *_fixed(plans)}
+    own = [s for p in plans for s in p.stores if s.name not in fixed and not s.dims and len(s.axes) > 1]
+    wishes = {s.name: _wanted(plans, s.name, shapes) for s in own}
+    pays = any(_pays(found, math.prod(s.shape)) for s in own for found in wishes[s.name].values())
+    if not pays and all(_wasted(plans, s) <= LAUNCH for s in own):
+        return plans, shapes
+    for store in own:
+        plain = tuple(range(len(store.axes)))
+        pairs = [(a, b) for a, b in combinations(plain, 2) if store.axes[a].extent == store.axes[b].extent]
+        turned = [tuple(b if k == a else a if k == b else k for k in plain) for a, b in pairs]
+        best = _moved(plans, shapes), plans, shapes
+        for order in dict.fromkeys((*wishes[store.name], *turned)):
+            lying = {**shapes, store.name: tuple(store.shape[k] for k in order)}
+            way = [_along_memory(_reordered(p, store, order), lying) for p in plans]
+            moved = _moved(way, lying)
+            if moved < best[0]:
+                best = moved, way, lying
+        _, plans, shapes = best
+    return plans, shapes
+
+
+def _wanted(
+    plans: Sequence[KernelPlan], name: str, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[tuple[int, ...], list[_Wish]]:
+    """The orders in which kernels would rather read the dimensions of a tensor, and what each spares them."""
+    found: dict[tuple[int, ...], list[_Wish]] = {}
+    for at, plan in enumerate(plans):
+        for node in dict.fromkeys(n for e in _bodies(plan) for n in loads(e) if n.source == name):
+            order, wish = _wish(node, plan, at, shapes[name])
+            if wish.spared or wish.turned:
+                found.setdefault(order, []).append(wish)
+    return found
+
+
+def _wasted(plans: Sequence[KernelPlan], store: Store) -> int:
+    """Bytes of sectors that kernels touch of a tensor and do not use."""
+    size = itemsize(store.dtype)
+    return sum(n * (touched_by(at, store.shape, size, p) - size) for p, at, n in _accesses(plans, store.name))
+
+
+def _moved(plans: Sequence[KernelPlan], shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Bytes that kernels touch, turn and copy of what they store for each other."""
+    total = sum(_touched(p, shapes) for p in plans)
+    for store in (s for p in plans for s in p.stores):
+        size, numel = itemsize(store.dtype), math.prod(store.shape)
+        for found in _wanted(plans, store.name, shapes).values():
+            if _pays(found, numel):
+                total += 2 * numel * size - sum(w.spared for w in found)
+            else:
+                total += sum(w.turned for w in found) * size
+    return total
+
+
+def _along_memory(plan: KernelPlan, shapes: Mapping[str, tuple[int, ...]]) -> KernelPlan:
+    """A kernel of pairs, its loops along neither, with the longer side of tiles along what tensors have innermost."""
+    if any(name not in shapes for name in operand_names(plan)):
+        return plan
+    tiles = dict(plan.choices.tiles)
+    wide = [a for a in plan.grid if a not in plan.features and tiles.get(a, 1) > 1]
+    pairs = [(a, b) for a, b in combinations(wide, 2) if a.extent == b.extent and tiles[a] != tiles[b]]
+    ways = [plan, *(_exchanged(plan, a, b) for a, b in pairs if _go_together(plan, a, b))]
+    return min(ways, key=lambda p: _touched(p, shapes))
+
+
+def _exchanged(plan: KernelPlan, a: Axis, b: Axis) -> KernelPlan:
+    """A plan with the sides of its tiles along two axes exchanged."""
+    other = {a: b, b: a}
+
+    def turned(c: Choices) -> Choices:
+        tiles = dict(c.tiles)
+        return replace(c, tiles=tuple((x, tiles.get(other.get(x, x), n)) for x, n in c.tiles))
+
+    return replace(plan, choices=turned(plan.choices), others=tuple(map(turned, plan.others)))
+
+
+def _go_together(plan: KernelPlan, a: Axis, b: Axis) -> bool:
+    """Whether two axes are on the same sides of all products of a kernel."""
+    tiled = frozenset(x for x, n in plan.choices.tiles if n > 1)
+    sums = {(r.body, r.axis) for e in expressions(plan) for r in reductions(e)}
+    sums |= {(s.update, loop.axis) for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)}
+    products = (as_product(body, axis, tiled | {axis}) for body, axis in sums)
+    sides = (frozenset().union(*map(free_axes, side)) for p in products if p for side in (p.left, p.right))
+    return all((a in side) == (b in side) for side in sides)
+
+
+def _touched(plan: KernelPlan, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Bytes of the sectors that a kernel touches."""
+    nodes = dict.fromkeys(n for e in expressions(plan) for n in loads(e))
+    places = [(n.index, shapes[n.source], n.dtype, _elements_read(n, plan)) for n in nodes]
+    places += [(s.index, s.shape, s.dtype, math.prod(s.shape)) for s in plan.stores]
+    return sum(n * touched_by(at, shape, itemsize(dtype), plan) for at, shape, dtype, n in places)
 
 
 def _wish(node: Load, plan: KernelPlan, at: int, shape: tuple[int, ...]) -> tuple[tuple[int, ...], _Wish]:
@@ -120,7 +228,7 @@ def lay_out_results(plans: Sequence[KernelPlan], results: Collection[str]) -> li
       results: names of what is stored for others than these kernels, and has to lie as its axes say.
     """
     made = list(plans)
-    fixed = {n.source for p in plans for loop in p.loops for e in bounds_of(loop) if e is not None for n in loads(e)}
+    fixed = _fixed(plans)
     for name in [s.name for p in plans for s in p.stores if not s.dims]:
         at, store = next((k, s) for k, p in enumerate(made) for s in p.stores if s.name == name)
         plain = tuple(range(len(store.axes)))
@@ -132,6 +240,11 @@ def lay_out_results(plans: Sequence[KernelPlan], results: Collection[str]) -> li
         elif name not in fixed and _accessed(made, store, order) < _accessed(made, store, plain):
             made = [_reordered(p, store, order) for p in made]
     return made
+
+
+def _fixed(plans: Sequence[KernelPlan]) -> set[str]:
+    """Names of what bounds of loops read."""
+    return {n.source for p in plans for loop in p.loops for e in bounds_of(loop) if e is not None for n in loads(e)}
 
 
 def _copied(plan: KernelPlan, store: Store, order: tuple[int, ...]) -> tuple[KernelPlan, KernelPlan]:
@@ -147,19 +260,23 @@ def _copied(plan: KernelPlan, store: Store, order: tuple[int, ...]) -> tuple[Ker
 
 def _accessed(plans: Sequence[KernelPlan], stored: Store, order: tuple[int, ...]) -> int:
     """Bytes of the sectors that kernels touch to store and read a tensor with its dimensions in this order."""
-    shape, total = tuple(stored.shape[k] for k in order), 0
+    shape, size = tuple(stored.shape[k] for k in order), itemsize(stored.dtype)
+    found = _accesses(plans, stored.name)
+    return sum(n * touched_by([at[k] for k in order], shape, size, plan) for plan, at, n in found)
+
+
+def _accesses(plans: Sequence[KernelPlan], name: str) -> Iterator[tuple[KernelPlan, Sequence[Expr], int]]:
+    """The kernels that store or read a tensor, at which indices, and how many elements."""
     for plan in plans:
-        nodes = dict.fromkeys(n for e in expressions(plan) for n in loads(e) if n.source == stored.name)
-        places = [(s.index, math.prod(s.shape)) for s in plan.stores if s.name == stored.name]
-        places += [(n.index, _elements_read(n, plan)) for n in nodes]
-        total += sum(n * touched_by([at[k] for k in order], shape, itemsize(stored.dtype), plan) for at, n in places)
-    return total
+        yield from ((plan, s.index, math.prod(s.shape)) for s in plan.stores if s.name == name)
+        nodes = dict.fromkeys(n for e in expressions(plan) for n in loads(e) if n.source == name)
+        yield from ((plan, n.index, _elements_read(n, plan)) for n in nodes)
 
 
 def _reordered(plan: KernelPlan, stored: Store, order: tuple[int, ...]) -> KernelPlan:
     """A plan with the dimensions of a tensor in another order where it is stored and read."""
-    turned = replace(stored, axes=tuple(stored.axes[k] for k in order))
-    plan = replace(plan, stores=tuple(turned if s.name == stored.name else s for s in plan.stores))
+    axes = tuple(stored.axes[k] for k in order)
+    plan = replace(plan, stores=tuple(replace(s, axes=axes) if s.name == stored.name else s for s in plan.stores))
     is_read = stored.name in operand_names(plan)
     return _read_from(plan, stored.name, stored.name, order) if is_read else plan
 
@@ -179,7 +296,22 @@ def _dimensions_of_tiles(at: Sequence[Expr], plan: KernelPlan) -> list[int]:
 def touched_by(at: Sequence[Expr], shape: Sequence[int], size: int, plan: KernelPlan) -> int:
     """Bytes of memory that are touched for an element of `size` bytes, at these indices, in a plan's tile."""
     wide = _dimensions_of_tiles(at, plan)
-    return min(SECTOR, size * math.prod(shape[wide[-1] + 1 :])) if wide else size
+    if not wide:
+        return size
+    apart = size * math.prod(shape[wide[-1] + 1 :])
+    # Runs of a tile, where what is innermost is one of its sides.
+    return min(SECTOR, apart if apart > size else max(size, SECTOR // _run(at, shape, plan)))
+
+
+def _run(at: Sequence[Expr], shape: Sequence[int], plan: KernelPlan) -> int:
+    """Elements of a tile that lie side by side."""
+    run = 1
+    for i, extent in zip(reversed(at), reversed(shape), strict=True):
+        side = (plan.choices.tile(i.axis) or extent) if isinstance(i, Index) else extent
+        run *= min(side, extent)
+        if side < extent:
+            break
+    return run
 
 
 def _joins_rows(node: Load, plan: KernelPlan, streamed: Set[Axis]) -> bool:
