@@ -45,3 +45,12 @@ def test_row_sums_are_made_once() -> None:
         kernels = fl.explain(heads_last, *(t.requires_grad_() for t in of_pairs(64))).graphs[-1].kernels
     rows = [s.expr for p in kernels for s in p.stores if sorted(s.shape) == [6, 64]]
     assert len(rows) == 1, [p.name for p in kernels]
+
+
+def test_later_kernels_load_the_sums_of_earlier_ones() -> None:
+    """Sinkhorn's rows and columns, normalised in turn: each kernel makes one pair of statistics, and the last none."""
+    case = BY_NAME["sinkhorn"]
+    found = explain(case.target(torch.bfloat16, "cpu"), *case.make_inputs(257, torch.bfloat16, "cpu"))
+    *norms, last = (p for g in found.graphs for p in g.kernels)
+    assert norms and all(sum(len(loop.steps) for loop in p.loops) == 2 for p in norms)
+    assert sum(len(loop.steps) for loop in last.loops) == 1

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 
 from ..build import rewrite, substitute
 from ..dtype import compute_dtype, is_float
-from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, index, load, loads, reductions, ref, sources, walk
+from ..expr import Axis, Expr, Load, Op, Reduce, free_axes, index, load, loads, reductions, ref, sources, walk
 from ..integer import bounds
 from ..program import Value
 from ..remember import remembered
 from .covered import MAX_COVERED, streamed
 from .fuse import Fused, Output, join_group, labels
+from .powers import POWERS, as_power, read_unsummed
 from .share import renaming
 from .stream import parallel_axes
 
@@ -53,16 +54,19 @@ def cut(fused: Fused, name: str) -> tuple[Fused, ...]:
         for c in together:
             label = f"{name}_t{sum(len(k.outputs) for k in kernels) + len(outputs)}"
             own = {a: Axis(f"x{n}", a.extent) for n, a in enumerate(shape)}
-            expr = substitute(c.node, {a: index(b) for a, b in own.items()})
             # A maximum and the sum about it have to agree, and part of a longer sum is kept as that sum is: in 32 bits
-            # at least, but for what is as large as an operand. So is a score, about a normaliser of 32 bits.
+            # at least, but for what is as large as an operand. So is a score, about a normaliser of 32 bits, where not
+            # the weights are stored that are made of both.
             small = not _is_larger_than_read(c.node, 1 / LARGE)
             exact = small or _is_part(fused, c.node) or _is_exponent(fused, c.node)
             dtype = compute_dtype([c.node.dtype]) if exact and is_float(c.node.dtype) else c.node.dtype
-            outputs.append(Output(label, tuple(own.values()), dtype, expr))
-            replaced[c.node] = load(label, tuple(index(a) for a in shape), dtype)
+            power = as_power(fused, c.node) if not small and exact else None
+            node, dtype = (power.node, power.dtype) if power else (c.node, dtype)
+            stored = load(label, tuple(index(a) for a in shape), dtype)
+            outputs.append(Output(label, (*own.values(),), dtype, substitute(node, {a: index(own[a]) for a in own})))
+            replaced[c.node] = power.loading(stored) if power else {c.node: stored}
         kernels += cut(Fused(tuple(outputs)), f"{name}_c{len(kernels)}")
-        loaded = [{c.node: replaced[c.node] for c in together if _loads(o, c)} for o in fused.outputs]
+        loaded = [{n: e for c in together if _loads(o, c) for n, e in replaced[c.node].items()} for o in fused.outputs]
         with_loads = (substitute(o.expr, {}, held) for o, held in zip(fused.outputs, loaded, strict=True))
         fused = Fused(tuple(replace(o, expr=e) for o, e in zip(fused.outputs, with_loads, strict=True)))
 
@@ -80,23 +84,16 @@ def _is_part(fused: Fused, node: Expr) -> bool:
 
 def _is_exponent(fused: Fused, node: Expr) -> bool:
     """Whether `node` is raised to a power with no sum in between."""
-    powers = [n for o in fused.outputs for n in walk(o.expr) if isinstance(n, Op) and n.name in ("exp", "exp2")]
-    seen: set[Expr] = set()
-
-    def holds(e: Expr) -> bool:
-        if e in seen:
-            return False
-        seen.add(e)
-        return e is node or not isinstance(e, Reduce) and any(map(holds, children(e)))
-
-    return any(map(holds, powers))
+    powers = [n for o in fused.outputs for n in walk(o.expr) if isinstance(n, Op) and n.name in POWERS]
+    return any(node in read_unsummed(p) for p in powers)
 
 
 def cut_apart(groups: tuple[Fused, ...], name: str) -> tuple[Fused, ...]:
     """`cut` for all kernels of a region, in an order in which they can run.
 
     What is cut from one joins another that computes the same reductions (the row sums of a gradient of all rows join
-    the gradient of the queries), and an output that nothing is left to share with gets a kernel of its own.
+    the gradient of the queries), and an output that nothing is left to share with gets a kernel of its own. One that
+    runs later loads the sums that it would have to make again.
     """
     kernels: list[list[Output]] = []
     pieces: list[list[Output]] = []
@@ -109,7 +106,7 @@ def cut_apart(groups: tuple[Fused, ...], name: str) -> tuple[Fused, ...]:
         ways = ((k, both) for k in kernels if (both := _joined(piece, k)) is not None)
         joined = ([both if other is k else other for other in kernels] for k, both in ways)
         kernels = next((way for way in joined if _ordered([*way, *pieces[n + 1 :]])), [*kernels, piece])
-    return _ordered(kernels) or ()
+    return _loading(_ordered(kernels) or ())
 
 
 def _once(pieces: list[list[Output]], kernels: list[list[Output]]) -> tuple[list[list[Output]], list[list[Output]]]:
@@ -138,6 +135,29 @@ def _once(pieces: list[list[Output]], kernels: list[list[Output]]) -> tuple[list
     # A piece reads what is stored by earlier ones.
     new = [[o for o in told(piece) if is_new(o)] for piece in pieces]
     return [piece for piece in new if piece], [told(kernel) for kernel in kernels]
+
+
+def _loading(kernels: tuple[Fused, ...]) -> tuple[Fused, ...]:
+    """Kernels that load the sums that earlier ones store, and take no other pass to make them (a row's sum, of the
+    gradient of its scores)."""
+    known: list[Output] = []
+    made: list[Fused] = []
+    for kernel in kernels:
+        made.append(Fused(tuple(_with_loads(o, known) for o in kernel.outputs)))
+        known += (o for o in kernel.outputs if isinstance(o.expr, Reduce) and free_axes(o.expr) == {*o.axes})
+    return tuple(made)
+
+
+def _with_loads(o: Output, known: list[Output]) -> Output:
+    """`o` with loads of the sums inside of it that are known."""
+    held: dict[Expr, Expr] = {}
+    for r in (r for r in reductions(o.expr) if r is not o.expr):
+        for other in known:
+            place = renaming(r, other.expr)
+            if place is not None:
+                held[r] = load(other.name, tuple(index(place[a]) for a in other.axes), other.dtype)
+                break
+    return replace(o, expr=substitute(o.expr, {}, held)) if held else o
 
 
 def _sharing(outputs: tuple[Output, ...]) -> list[list[Output]]:
