@@ -166,11 +166,11 @@ def _scheduled(
         ) -> tuple[KernelPlan, ...]:
             return plans_of(cut_apart(groups, name))
 
-        whole, groups = groups, hold(groups, f"r{n}_h", compute, cut_plans_of, target)
+        whole, groups = groups, hold(groups, f"r{n}_h", compute, cut_plans_of, target, region.outputs)
         _record_each(record, "hold", groups)
         # What is cut may itself be computed many times over, from what can be stored (scores, before heads are mixed).
         held = len(groups) - len(whole)
-        parts = hold(cut_apart(groups, f"r{n}"), f"r{n}_g", compute, plans_of, target, held)
+        parts = hold(cut_apart(groups, f"r{n}"), f"r{n}_g", compute, plans_of, target, region.outputs, held)
         made = kernels_of(parts)
         rejected += made.between
         if not made.plans:

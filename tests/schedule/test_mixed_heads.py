@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fl_pallas as fl
 from fl_pallas.schedule.expr import Expr, Load, Op, Reduce, children, walk
-from fl_pallas.schedule.passes import choose, hold, roles, weigh
+from fl_pallas.schedule.passes import choose, hold, lay_out, roles, weigh
 from fl_pallas.schedule.plan import Accumulator, KernelPlan
 from tests.corpus.research import mixed_heads
 from tests.corpus.scores import talking_heads
@@ -78,8 +78,47 @@ def test_scores_are_stored_as_their_normaliser_is(kernels: list[KernelPlan]) -> 
     assert found and {n.dtype for n in found} == {"f32"}
 
 
+def talking(q: Tensor, k: Tensor, v: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    scores = torch.einsum("gh,bhij->bgij", before, q @ k.mT * q.shape[-1] ** -0.5)
+    i = torch.arange(q.shape[-2], device=q.device)
+    weights = scores.masked_fill(i > i[:, None], -math.inf).softmax(-1)
+    return torch.einsum("gh,bhij->bgij", after, weights) @ v
+
+
+@pytest.fixture(scope="module")
+def sixteen_heads() -> list[KernelPlan]:
+    """Of the backward pass: mixing is a sum of so many products that no kernel takes it twice."""
+    qkv = [torch.randn(2, 16, 2048, DIM, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    mixing = [torch.randn(16, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    with unrun():
+        return list(fl.explain(talking, *qkv, *mixing).graphs[-1].kernels)
+
+
+PAIRS = 2 * 16 * 2048 * 2048
+
+
+def test_each_matrix_of_pairs_is_stored_once(sixteen_heads: list[KernelPlan]) -> None:
+    """Scores, weights and mixed weights, and the gradient of each, in PyTorch's own 16 bits; none of them is copied."""
+    found = [(s.dtype, s.expr) for p in sixteen_heads for s in p.stores if math.prod(s.shape) == PAIRS]
+    assert len(found) == 6 and {dtype for dtype, _ in found} == {"bf16"}
+    assert not any(isinstance(e, Load) for _, e in found)
+
+
+def test_tiles_of_pairs_are_long_in_memory(sixteen_heads: list[KernelPlan]) -> None:
+    for plan in sixteen_heads:
+        for s in plan.stores:
+            wide = plan.choices.tile(s.axes[-1]) if math.prod(s.shape) == PAIRS else 64
+            assert wide == 64, plan.name
+
+
+def test_mixing_gradients_take_one_pass(sixteen_heads: list[KernelPlan]) -> None:
+    """The row's sum in the gradient of scores is loaded."""
+    pairs = [p for p in sixteen_heads if any(s.shape[-1] == 2048 and s.shape.count(16) == 2 for s in p.stores)]
+    assert [len(p.loops) for p in pairs] == [1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fn", [talking_heads, mixed_heads])
+@pytest.mark.parametrize("fn", [talking_heads, mixed_heads, talking])
 @pytest.mark.filterwarnings("ignore::fl_pallas.errors.FallbackWarning")
 def test_right(fn: object, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of long sequences, for a short one."""
@@ -88,11 +127,31 @@ def test_right(fn: object, dtype: torch.dtype, device: torch.device, monkeypatch
     monkeypatch.setattr(weigh, "LAUNCH", 0)
     monkeypatch.setattr(choose, "FEW", 0.01)
     monkeypatch.setattr(roles, "MANY_ROWS", 1)
-    given = inputs(2, 70, 2 if fn is mixed_heads else 1, dtype, str(device))
+    given = inputs(2, 70, 1 if fn is talking_heads else 2, dtype, str(device))
     rows = [a for plan in planned(fn, given) for a, n in plan.choices.tiles if a.extent == 70 and n in (2, 4, 8)]
     assert rows or dtype == torch.float32, "no tile has several rows"
     torch._dynamo.reset()
     check_gradients(fn, fl.compile(fn), given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore::fl_pallas.errors.FallbackWarning")
+def test_sixteen_heads_are_right(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are stored between kernels, in 16 bits if they are of that."""
+    monkeypatch.setattr(hold, "SAVED", -1e12)
+    monkeypatch.setattr(hold, "TIMES", 0)
+    monkeypatch.setattr(weigh, "LAUNCH", 0)
+    monkeypatch.setattr(lay_out, "LAUNCH", 0)
+    torch.manual_seed(0)
+    qkv = [torch.randn(1, 16, 48, 16, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
+    mixing = [(0.3 * torch.randn(16, 16, dtype=dtype, device=device)).requires_grad_() for _ in range(2)]
+    with unrun():
+        plans = fl.explain(talking, *qkv, *mixing).graphs[-1].kernels
+    stored = [s for p in plans for s in p.stores if math.prod(s.shape) == 16 * 48 * 48]
+    powers = [s.dtype for s in stored if any(isinstance(n, Op) and n.name == "exp" for n in walk(s.expr))]
+    assert "bf16" in powers or dtype == torch.float32
+    torch._dynamo.reset()
+    check_gradients(talking, fl.compile(talking), [*qkv, *mixing])
 
 
 def mixed_channels(q: Tensor, k: Tensor, w: Tensor, u: Tensor) -> Tensor:

@@ -7,16 +7,17 @@ heads g, and so does that of each other head. After: a kernel stores ds(g, i, j)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from ..build import substitute
+from ..build import rewrite, substitute
 from ..dtype import is_float, itemsize
-from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, index, load, loads, reductions, walk
+from ..expr import Axis, Const, Expr, Load, Op, Reduce, children, free_axes, index, load, loads, reductions, walk
 from ..inner import is_product_of_loop
 from ..plan import Accumulator, KernelPlan
 from ..target import Target
 from .fuse import Fused, Output
+from .powers import is_masking
 from .share import renaming
 from .weigh import CLEARLY, cycles
 
@@ -36,6 +37,7 @@ def hold(
     compute: str,
     plan: Callable[[Groups], Sequence[KernelPlan]],
     target: Target,
+    results: Collection[str],
     already: int = 0,
 ) -> Groups:
     """The kernels of a region, with further ones that store what they load.
@@ -44,6 +46,7 @@ def hold(
       groups: what each kernel computes.
       name: begins the names of what is stored.
       plan: the kernels that compute some groups, as they would be launched; none if they cannot be.
+      results: names of what is stored for others than these kernels.
       already: how many values of the region are held.
     """
 
@@ -59,7 +62,7 @@ def hold(
     best, least, room = groups, before, target.room
     for n in range(MAX_HELD - already):
         found = [(e, dtype) for e, dtype in _shared(best, compute).items() if _bytes(e, dtype) <= room]
-        ways = [_holding(best, e, dtype, f"{name}{n}") for e, dtype in found]
+        ways = [_holding(best, e, dtype, f"{name}{n}", results) for e, dtype in found]
         times = [time(way) for way in ways]
         if min(times, default=math.inf) >= CLEARLY * least:
             break
@@ -99,23 +102,33 @@ def _shared(groups: Groups, compute: str) -> dict[Expr, str]:
         seen.add((e, multiplied))
         if isinstance(e, Reduce):
             multiplied = e.dtype if e.kind == "sum" and is_float(e.dtype) else compute
-        elif not isinstance(e, Op) or e.name != "mul":
+        elif not isinstance(e, Op) or e.name != "mul" and not is_masking(e):
             multiplied = compute
         for c in children(e):
             if free_axes(e) - free_axes(c) and _is_large(c, made):
-                wider = max(found.get(c, multiplied), multiplied, key=itemsize)
-                found[c] = wider
+                found[c] = max(found.get(c, multiplied), multiplied, key=itemsize)
             if not isinstance(c, Load):
                 visit(c, multiplied)
 
     for o in (o for g in groups for o in g.outputs):
         visit(o.expr, compute)
-    # The same under other names is tried once.
-    kept: list[Expr] = []
-    for e in found:
+    # The same under other names is tried once; without its factor, where a sum has left that behind (the scale of
+    # scores, in their gradient for queries and not for keys).
+    there = [*found, *(o.expr for g in groups for o in g.outputs)]
+    kept: dict[Expr, str] = {}
+    for e, dtype in found.items():
+        plain = _unscaled(e)
+        e = plain if plain is not e and any(renaming(other, plain) for other in there) else e
         if not any(renaming(e, other) for other in kept):
-            kept.append(e)
-    return {e: found[e] for e in kept}
+            kept[e] = dtype
+    return kept
+
+
+def _unscaled(e: Expr) -> Expr:
+    """What `e` multiplies by a constant."""
+    if isinstance(e, Op) and e.name == "mul" and any(isinstance(c, Const) for c in e.args):
+        return next((c for c in e.args if not isinstance(c, Const)), e)
+    return e
 
 
 def _is_large(e: Expr, made: set[str]) -> bool:
@@ -125,8 +138,11 @@ def _is_large(e: Expr, made: set[str]) -> bool:
     return is_float(e.dtype) and bool(reductions(e)) and size > largest
 
 
-def _holding(groups: Groups, e: Expr, dtype: str, name: str) -> Groups:
-    """`groups` with a load of `e`, under whatever names of its axes, and before them what stores it."""
+def _holding(groups: Groups, e: Expr, dtype: str, name: str, results: Collection[str]) -> Groups:
+    """`groups` with a load of `e`, under whatever names of its axes, and before them what stores it.
+
+    What else would store the same for these kernels gives way to it.
+    """
     order = sorted(free_axes(e), key=lambda a: (a.extent, a.name))
     own = {a: Axis(f"x{n}", a.extent) for n, a in enumerate(order)}
     stored = Output(name, tuple(own.values()), dtype, substitute(e, {a: index(b) for a, b in own.items()}))
@@ -142,7 +158,25 @@ def _holding(groups: Groups, e: Expr, dtype: str, name: str) -> Groups:
     # In front of the first that loads it, and so after all that it reads itself.
     rest = [Fused(tuple(map(loading, g.outputs))) for g in groups]
     first = next(n for n, (g, before) in enumerate(zip(rest, groups, strict=True)) if g != before)
-    return (*rest[:first], Fused((stored,)), *rest[first:])
+    return _without_copies((*rest[:first], Fused((stored,)), *rest[first:]), stored, results)
+
+
+def _without_copies(groups: Groups, stored: Output, results: Collection[str]) -> Groups:
+    """`groups` without what stores again, in another order perhaps, what `stored` is: the others load that."""
+    copies: dict[str, tuple[Axis, ...]] = {}
+    orders: dict[str, tuple[Expr, ...]] = {}
+    for o in (o for g in groups for o in g.outputs if o.name not in results and o.dtype == stored.dtype):
+        if isinstance(o.expr, Load) and o.expr.source == stored.name and free_axes(o.expr) == {*o.axes}:
+            copies[o.name], orders[o.name] = o.axes, o.expr.index
+
+    def rule(n: Expr) -> Expr:
+        if not isinstance(n, Load) or n.source not in copies:
+            return n
+        place = dict(zip(copies[n.source], n.index, strict=True))
+        return load(stored.name, tuple(substitute(i, place) for i in orders[n.source]), n.dtype)
+
+    kept = ([replace(o, expr=rewrite(o.expr, rule)) for o in g.outputs if o.name not in copies] for g in groups)
+    return tuple(Fused(tuple(outputs)) for outputs in kept if outputs)
 
 
 def _is_like(e: Expr, other: Expr) -> bool:
