@@ -397,10 +397,32 @@ def _united(program: Program, groups: list[Group]) -> list[Group]:
             own, other = with_epilogue(program, members, others), with_epilogue(program, others, members)
             if not own & other or depends(program, members, others) or depends(program, others, members):
                 continue
+            if all(_is_of_other_rows(program, program.by_name[name], sides, theirs) for name in own & other):
+                continue
             both = {name: sides.get(name, ()) + theirs.get(name, ()) for name in sides.keys() | theirs.keys()}
             rest = [g for k, g in enumerate(groups) if k not in (n, m)]
             return _united(program, [*rest, (members | others, both)])
     return groups
+
+
+def _is_of_other_rows(program: Program, v: Value, sides: AllSides, theirs: AllSides) -> bool:
+    """Whether what `v` finishes is kept for a backward pass in any case, and has rows along one axis of `v` in the one
+    group and along another in the other (attention along rows and along columns): no loop could make both, and the
+    group that finishes it may as well load what the other has stored."""
+    assert v.expr is not None
+    rows: list[frozenset[Axis]] = []
+    for group in (sides, theirs):
+        found = [n for n in loads(v.expr) if n.source in group]
+        if not all(n.source in program.saved for n in found):
+            return False
+        along = (
+            free_axes(i)
+            for n in found
+            for i, a in zip(n.index, program.by_name[n.source].axes, strict=True)
+            if any(a in own for own, _ in group[n.source])
+        )
+        rows.append(frozenset().union(*along))
+    return bool(rows[0] and rows[1]) and not rows[0] & rows[1]
 
 
 def _region(program: Program, own: set[str], members: set[str]) -> Region:
