@@ -345,3 +345,26 @@ def test_a_region_that_is_pytorchs_leaves_the_others() -> None:
         forward, _ = fl.explain(module, x).graphs
     assert forward.kernels
     check_gradients(module, fl.compile(module), [x])
+
+
+def axial(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
+    """Attention along rows and along columns of a grid, added: x [b,i,j,d], w [h,d,e]."""
+
+    def attended(order: str) -> Tensor:
+        q, k, v = (torch.einsum(f"bijd,hde->{order}", x, w) for w in (wq, wk, wv))
+        return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+    return attended("bihje").transpose(1, 3) + attended("bjhie")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_along_two_axes_is_made_once(dtype: torch.dtype, device: torch.device) -> None:
+    """Both results are kept: the second kernel adds the first one's, and neither is computed again. What they hand on
+    to the layers in front lies as those read it."""
+    shapes = (2, 40, 40, 16), *[(4, 16, 16)] * 3
+    given = [(0.3 * torch.randn(s, dtype=dtype, device=device)).requires_grad_() for s in shapes]
+    forward, backward = explain(axial, *given).graphs
+    assert len(forward.kernels) == 2 and len(backward.kernels) == 4
+    gradients = [s.shape for p in backward.kernels for s in p.stores if math.prod(s.shape) == 2 * 40 * 40 * 4 * 16]
+    assert len(gradients) == 6 and all(shape[-2:] == (4, 16) for shape in gradients)
+    check_gradients(axial, fl.compile(axial), given)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from ..expr import Load, index
+from ..expr import Load, Reduce, free_axes, index
+from ..inner import factors
 from ..program import Program, Value
 from .region import Growth
 from .resolve_views import inline_load, readers, resolve_views
@@ -51,9 +52,19 @@ def copied(program: Program, name: str, inside: Set[str], later: Set[str] = froz
         chain = chain[:-1]
     if not chain or readers(program, chain[-1].name) & inside:
         return ()
-    along = _seen(chain).index[-1]
+    # Both sides of a product are sides of its tiles, and may be turned (the gradient of keys, by way of `k.mT`).
+    sides = 2 if _is_product(program.by_name[name]) else 1
     last = next((a for a in reversed(chain[-1].axes) if a.extent > 1), chain[-1].axes[-1])
-    return chain if along is index(last) else ()
+    return chain if any(i is index(last) for i in _seen(chain).index[-sides:]) else ()
+
+
+def _is_product(v: Value) -> bool:
+    """Whether the two last dimensions of a value are those of two matrices that it multiplies."""
+    if not isinstance(v.expr, Reduce) or len(v.axes) < 2:
+        return False
+    row, column = v.axes[-2:]
+    sides = [free_axes(f) & {row, column} for f in factors(v.expr.body)]
+    return {row} in sides and {column} in sides and {row, column} not in sides
 
 
 def _as_given(program: Program, name: str) -> tuple[Value, ...]:
