@@ -66,15 +66,9 @@ def lay_out(
       results: names of what is stored for others than these kernels.
     """
     plans, shapes = _laid_for_readers(plans, dict(shapes), results)
-    wishes: dict[tuple[str, tuple[int, ...]], list[_Wish]] = {}
-    for at, plan in enumerate(plans):
-        for node in dict.fromkeys(n for e in _bodies(plan) for n in loads(e)):
-            order, wish = _wish(node, plan, at, shapes[node.source])
-            if wish.spared or wish.turned:
-                wishes.setdefault((node.source, order), []).append(wish)
     made: list[list[KernelPlan]] = [[p] for p in plans]
     copied: set[tuple[int, str]] = set()
-    for (source, order), found in wishes.items():
+    for (source, order), found in _wishes(plans, shapes).items():
         users = [w.plan for w in found if (w.plan, source) not in copied]
         if not users or not _pays(found, math.prod(shapes[source])):
             continue
@@ -97,8 +91,9 @@ def _laid_for_readers(
     """
     fixed = {*results, *_fixed(plans)}
     own = [s for p in plans for s in p.stores if s.name not in fixed and not s.dims and len(s.axes) > 1]
-    wishes = {s.name: _wanted(plans, s.name, shapes) for s in own}
-    pays = any(_pays(found, math.prod(s.shape)) for s in own for found in wishes[s.name].values())
+    wishes = _wishes(plans, shapes)
+    numel = {s.name: math.prod(s.shape) for s in own}
+    pays = any(name in numel and _pays(found, numel[name]) for (name, _), found in wishes.items())
     if not pays and all(_wasted(plans, s) <= LAUNCH for s in own):
         return plans, shapes
     for store in own:
@@ -106,7 +101,8 @@ def _laid_for_readers(
         pairs = [(a, b) for a, b in combinations(plain, 2) if store.axes[a].extent == store.axes[b].extent]
         turned = [tuple(b if k == a else a if k == b else k for k in plain) for a, b in pairs]
         best = _moved(plans, shapes), plans, shapes
-        for order in dict.fromkeys((*wishes[store.name], *turned)):
+        wanted = (order for name, order in wishes if name == store.name)
+        for order in dict.fromkeys((*wanted, *turned)):
             lying = {**shapes, store.name: tuple(store.shape[k] for k in order)}
             way = [_along_memory(_reordered(p, store, order), lying) for p in plans]
             moved = _moved(way, lying)
@@ -116,16 +112,17 @@ def _laid_for_readers(
     return plans, shapes
 
 
-def _wanted(
-    plans: Sequence[KernelPlan], name: str, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[tuple[int, ...], list[_Wish]]:
-    """The orders in which kernels would rather read the dimensions of a tensor, and what each spares them."""
-    found: dict[tuple[int, ...], list[_Wish]] = {}
+def _wishes(
+    plans: Sequence[KernelPlan], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[tuple[str, tuple[int, ...]], list[_Wish]]:
+    """The tensors that kernels would rather read with their dimensions in another order, that order, and what it spares
+    each."""
+    found: dict[tuple[str, tuple[int, ...]], list[_Wish]] = {}
     for at, plan in enumerate(plans):
-        for node in dict.fromkeys(n for e in _bodies(plan) for n in loads(e) if n.source == name):
-            order, wish = _wish(node, plan, at, shapes[name])
+        for node in dict.fromkeys(n for e in _bodies(plan) for n in loads(e)):
+            order, wish = _wish(node, plan, at, shapes[node.source])
             if wish.spared or wish.turned:
-                found.setdefault(order, []).append(wish)
+                found.setdefault((node.source, order), []).append(wish)
     return found
 
 
@@ -138,13 +135,15 @@ def _wasted(plans: Sequence[KernelPlan], store: Store) -> int:
 def _moved(plans: Sequence[KernelPlan], shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Bytes that kernels touch, turn and copy of what they store for each other."""
     total = sum(_touched(p, shapes) for p in plans)
-    for store in (s for p in plans for s in p.stores):
-        size, numel = itemsize(store.dtype), math.prod(store.shape)
-        for found in _wanted(plans, store.name, shapes).values():
-            if _pays(found, numel):
-                total += 2 * numel * size - sum(w.spared for w in found)
-            else:
-                total += sum(w.turned for w in found) * size
+    stored = {s.name: s for p in plans for s in p.stores}
+    for (name, _), found in _wishes(plans, shapes).items():
+        if name not in stored:
+            continue
+        size, numel = itemsize(stored[name].dtype), math.prod(stored[name].shape)
+        if _pays(found, numel):
+            total += 2 * numel * size - sum(w.spared for w in found)
+        else:
+            total += sum(w.turned for w in found) * size
     return total
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..dtype import itemsize
-from ..expr import Axis, Expr, Load, Reduce, free_axes, loads, walk
+from ..expr import Axis, Expr, Load, free_axes, loads, reductions
 from ..inner import as_product, covering_tile
 from ..plan import Accumulator, Choices, Loop
 from ..remember import remembered
@@ -68,7 +68,7 @@ def _sides(updates: tuple[Expr, ...], axis: Axis, tiled: frozenset[Axis]) -> fro
     what the product sums over."""
     sums: Iterable[tuple[Expr, Axis]] = [
         *((e, axis) for e in updates),
-        *((r.body, r.axis) for e in updates for r in walk(e) if isinstance(r, Reduce) and r.kind == "sum"),
+        *((r.body, r.axis) for e in updates for r in reductions(e) if r.kind == "sum"),
     ]
     found: set[tuple[Load, Axis]] = set()
     for body, over in sums:
