@@ -20,7 +20,7 @@ from ..capture.dtypes import torch_dtype
 from ..errors import Unsupported
 from ..kernels.blocks import ENGINE, Block
 from ..kernels.lower import ALIGNMENT, Lowered
-from ..kernels.sizes import Laid, Mismatch, generalise, laid, opened, programs_of, sizes_of
+from ..kernels.sizes import Laid, Mismatch, generalise, is_short, laid, opened, programs_of, sizes_of
 from ..kernels.triton import contiguous, grid_size
 from ..schedule.plan import Choices, KernelPlan, operand_names
 from .descriptors import Descriptors
@@ -107,11 +107,25 @@ class _Latest:
 
 @dataclass(frozen=True)
 class _Member:
-    """A kernel of a family: `where` it can run (device, precision, alignments), and its code."""
+    """A kernel of a family, under one of its choices.
+
+    Attributes:
+      where: it can run: device, precision, alignments.
+      kernel: with all its choices.
+      laid: under the choice that is the fastest for short loops, or for long ones.
+      short: which of the two.
+      launch: its code.
+    """
 
     where: tuple[Any, ...]
+    kernel: Laid
     laid: Laid
+    short: bool
     launch: _Launch
+
+    def suits(self, own: Laid) -> bool:
+        """Whether its choice was made for loops as those of `own`."""
+        return not self.laid.sizes or own.plan.minor or self.short == is_short(own)
 
 
 # Compiles a kernel, and tells under which choices.
@@ -121,12 +135,14 @@ Build = Callable[[Laid], tuple[_Launch, Choices]]
 class Family:
     """The kernels of one function: where two differ in sizes alone, a third serves both and all further ones.
 
-    Of a minor kernel already the first serves all.
+    Of a minor kernel already the first serves all. Of those that one kernel serves, short loops have a choice of their
+    own among those that were compiled.
     """
 
     def __init__(self) -> None:
         self.members: list[_Member] = []
-        # What was compiled ahead of the call that will time it, by the key of its order.
+        # What was compiled ahead of the call that will time it, by the key of its order; of a kernel of several sizes
+        # there are two such calls.
         self.fitted: dict[str, tuple[Fitted, ...]] = {}
         self.lock = threading.RLock()
 
@@ -140,12 +156,12 @@ class Family:
         """
         with self.lock:
             near = [m for m in self.members if m.where == where]
-            for m in sorted(near, key=lambda m: -m.laid.sizes):
+            for m in sorted(filter(lambda m: m.suits(own), near), key=lambda m: -m.laid.sizes):
                 with contextlib.suppress(Mismatch):
                     return _given(m.launch, m.laid, own, index)
             for kernel in self._wanted(near, own):
                 with contextlib.suppress(Mismatch):
-                    made = self._joined(where, kernel, build)
+                    made = self._made(where, kernel, own, build)
                     return _given(made.launch, made.laid, own, index)
         raise AssertionError("a kernel does what it was made for")
 
@@ -159,6 +175,7 @@ class Family:
     def _wanted(self, near: Sequence[_Member], own: Laid) -> Iterator[Laid]:
         """The kernels to build for `own`, the first that can be: of several sizes where it is known what varies."""
         if not torch.cuda.is_current_stream_capturing():  # see _given
+            yield from (m.kernel for m in near if m.laid.sizes and _alike(own, m.laid))
             if own.plan.minor:
                 with contextlib.suppress(Mismatch):
                     yield opened(own)
@@ -170,9 +187,10 @@ class Family:
                         yield generalise(m.laid, own, units=first)
         yield own
 
-    def _joined(self, where: tuple[Any, ...], kernel: Laid, build: Build) -> _Member:
+    def _made(self, where: tuple[Any, ...], kernel: Laid, own: Laid, build: Build) -> _Member:
         launch, choices = build(kernel)
-        made = _Member(where, replace(kernel, plan=kernel.plan.with_choices(choices)), launch)
+        chosen = replace(kernel, plan=kernel.plan.with_choices(choices))
+        made = _Member(where, kernel, chosen, is_short(own), launch)
         self.members = [*self.members[-MAX_VERSIONS:], made]
         return made
 
@@ -321,7 +339,7 @@ class DirectKernel:
         aligned, own, where = self._laid(operands, device.index)
         kernel = self.family.missing(where, own)
         made = None if kernel is None else order(kernel, aligned, device.index, self.tune)
-        return None if made is None or cache.read(made.key) is not None else made
+        return None if made is None or _kept(made, own) is not None else made
 
     def like_results(self) -> list[torch.Tensor]:
         """Tensors without memory, that lie as what the kernel stores."""
@@ -338,7 +356,7 @@ class DirectKernel:
         from ..kernels.cubin import address, compile_kernel, kept_kernel
 
         plan = wanted.kernel.plan
-        kept = cache.read(wanted.key)
+        kept = _kept(wanted, own)
         every = [replace(c, blocks=True, guesses=True) for c in (plan.choices, *plan.others)]
         if kept is not None:
             lowered = Lowered.from_json(kept["lowered"])
@@ -350,7 +368,8 @@ class DirectKernel:
         choices = made.choices
         number = every.index(replace(choices, blocks=True, guesses=True))
         entry = {"lowered": made.lowered.to_json(), "code": address(launch.kernel), "choice": number}
-        cache.write(wanted.key, {**entry, "blocks": choices.blocks, "guesses": choices.guesses})
+        entry |= {"blocks": choices.blocks, "guesses": choices.guesses}
+        cache.write(wanted.key, {**(cache.read(wanted.key) or {}), _loops(own): entry})
         return launch, made.choices
 
     def _best(self, wanted: Order, operands: Sequence[torch.Tensor], own: Laid) -> tuple[Fitted, _Launch]:
@@ -363,7 +382,9 @@ class DirectKernel:
         def loaded(made: Fitted) -> _Launch:
             return self._load(made.lowered, compile_kernel(made.lowered, wanted.capability), index)
 
-        fitted = [*(self.family.fitted.pop(wanted.key, None) or wanted.fitted())]
+        fitted = self.family.fitted.pop(wanted.key, None) or wanted.fitted()
+        if kernel.sizes and not kernel.plan.minor:
+            self.family.fitted[wanted.key] = fitted
         if len(fitted) == 1:
             return fitted[0], loaded(fitted[0])
         # Triton's launcher is a C program of its own for each sequence of arguments.
@@ -407,6 +428,15 @@ class DirectKernel:
             fixed = (kernel.function, *scratch, *hooks)
             return _Launch(run.launch, lowered.programs, fixed, kernel, blocks=blocks)
         return _Launch(run, lowered.programs, (kernel.function, *hooks), kernel, blocks=blocks)
+
+
+def _kept(wanted: Order, own: Laid) -> dict[str, Any] | None:
+    """What the cache on disk has of a kernel, under its choice for loops as those of `own`; None if nothing."""
+    return (cache.read(wanted.key) or {}).get(_loops(own))
+
+
+def _loops(own: Laid) -> str:
+    return "short" if is_short(own) else "long"
 
 
 def _moved(operands: Sequence[torch.Tensor], which: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:

@@ -41,6 +41,9 @@ ROOM = 128
 # The most rows of a tile, where they are given at launch: of 260, a tile of 256 leaves as many again to be computed for
 # nothing (it took 3 times as long as a kernel for 260 alone).
 ROWS = 64
+# Loops of at most so many steps are faster under other choices than long ones: about running maxima, and with fewer
+# stages (at 260 by a third).
+SHORT = 512
 # What is chosen, told or named does not make two kernels different.
 _UNBOUNDED: dict[str, Any] = {"lower": None, "upper": None, "interior": None}
 _FREE = {KernelPlan: ("name", "choices", "others", "notes"), Loop: ("guesses",), Store: ("name",)}
@@ -63,6 +66,11 @@ class Laid:
 def laid(plan: KernelPlan, operands: tuple[TensorSpec, ...]) -> Laid:
     """A plan as it runs on these operands."""
     return Laid(plan, operands, output_specs(plan))
+
+
+def is_short(a: Laid) -> bool:
+    """Whether all its loops are."""
+    return all(loop.axis.extent <= SHORT for loop in a.plan.loops)
 
 
 def generalise(a: Laid, b: Laid, units: bool = True) -> Laid:

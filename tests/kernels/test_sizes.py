@@ -129,6 +129,21 @@ def test_three_kernels_for_documents_of_any_length(monkeypatch: pytest.MonkeyPat
     assert sorted(built) == ["r0_k0", "r0_k0", "r0_k0_tiles"]
 
 
+def test_short_loops_have_a_choice_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the kernel that serves long ones too."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(launch, "_given", lambda found, many, own, index: (found, sizes_of(many, own))[0])
+    family, built = launch.Family(), []
+
+    def build(made: Laid) -> Any:
+        built.append(made)
+        return launch._Launch(lambda *_: None, len(built), (), None), made.plan.choices
+
+    taken = [family.launch((), kernel("vanilla", n), build, 0).programs for n in (1500, 1800, 300, 2000, 500, 513)]
+    assert taken == [1, 2, 3, 2, 3, 2] and built[1] is built[2]
+    assert family.missing((), kernel("vanilla", 400)) is None
+
+
 def test_an_axis_taken_whole_has_room_for_more_than_was_seen() -> None:
     """And no more than it may need, for each program looks at all of it."""
     many = generalise(*(kernels("document_causal", n)[1] for n in (1500, 1033)))
