@@ -98,7 +98,8 @@ def grow_regions(program: Program) -> Growth:
     # Later regions first: what several of them feed can only be computed by the last.
     finished: list[Group] = []
     for members, sides in sorted(groups, key=lambda g: -max(place[m] for m in g[0])):
-        members = with_sparing_epilogue(program, members, taken - members)
+        barred = set[str]().union(*(_meeting(program, seed) for seed in grown if seed.members.keys() <= members))
+        members = with_sparing_epilogue(program, members, taken - members | barred)
         taken |= members
         finished.insert(0, (members, sides))
     large = frozenset[str]().union(*(seed.large for seed in grown))
@@ -423,6 +424,27 @@ def _is_of_other_rows(program: Program, v: Value, sides: AllSides, theirs: AllSi
         )
         rows.append(frozenset().union(*along))
     return bool(rows[0] and rows[1]) and not rows[0] & rows[1]
+
+
+def _meeting(program: Program, seed: Seed) -> set[str]:
+    """Pointwise values in which what is left of rows meets what is left of columns, where both are of the same axis of
+    positions (the gradient of what a score has of the query's position and of the key's, sums of decays): a kernel of
+    two loops would compute all scores twice for them, which other kernels of rows, and of columns, have at hand.
+    """
+    sides, found = {**seed.sides}, set[str]()
+    for v in program.values:
+        if v.name in seed.members or v.expr is None or reductions(v.expr):
+            continue
+        read = [n for n in loads(v.expr) if n.source in sides]
+        every = [tuple(_indexing(n, program.by_name[n.source], side) for side in sides[n.source]) for n in read]
+        rows, cols = (frozenset[Axis]().union(*(own[k] for own in every)) for k in (0, 1))
+        if rows & cols and not any(r & c for r, c in every):
+            others = [sides[m] for m in seed.members.keys() - seed.large - {n.source for n in read}]
+            if any(r and not c for r, c in others) and any(c and not r for r, c in others):
+                found.add(v.name)
+        elif read:
+            sides[v.name] = rows, cols
+    return found
 
 
 def _region(program: Program, own: set[str], members: set[str]) -> Region:
