@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._dynamo.convert_frame import compile_lock
 
+from .bridge.ahead import Together
 from .bridge.autograd import differentiated
 from .bridge.dlpack import float32_products
 from .bridge.launch import Family
@@ -177,7 +178,7 @@ class _Specialised:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return self._differentiable(args)
         aten = functional(self.gm, args)
-        return self._between_writes(args) if aten is None else self._compiled(aten, args, self.gm)[0]
+        return self._between_writes(args) if aten is None else self._compiled(aten, args, self.gm, Together())[0]
 
     def _between_writes(self, args: Sequence[Any]) -> Callable[..., Any]:
         """What writes to inputs by PyTorch, and the rest in parts that do not."""
@@ -197,7 +198,8 @@ class _Specialised:
         while True:
             attempts += 1
             made: dict[str, Schedule] = {}
-            forward, backward = self._pass("forward", made), self._pass("backward", made)
+            together = Together()
+            forward, backward = (self._pass(name, made, together) for name in ("forward", "backward"))
             try:
                 run = differentiated(*differentiable(self.gm, args, vanishing, keep, inner, forward, backward, left))
             except Unsupported as refusal:
@@ -251,8 +253,9 @@ class _Specialised:
         self._tell(Graph(None, found, tuple(stage for graph in told for stage in graph.history)))
         return self._whole(args)
 
-    def _pass(self, name: str, schedules: dict[str, Schedule]) -> Compiler:
-        """The compiler of the forward or the backward pass of the graph, which adds its schedule to `schedules`."""
+    def _pass(self, name: str, schedules: dict[str, Schedule], together: Together) -> Compiler:
+        """The compiler of the forward or the backward pass of the graph, which adds its schedule to `schedules`; the
+        kernels of both are compiled `together`."""
 
         def compiler(aten: torch.fx.GraphModule, args: Sequence[Any], known: Known) -> Callable[..., Any]:
             plain = torch.fx.GraphModule(aten, copied(aten.graph))
@@ -260,7 +263,7 @@ class _Specialised:
             plain.recompile()
             try:
                 with compile_lock:
-                    run, schedules[name] = self._compiled(aten, args, plain, name, known)
+                    run, schedules[name] = self._compiled(aten, args, plain, together, name, known)
             except Unsupported as refusal:
                 self._tell(Graph(None, (refused(refusal),), (), name=name))
                 return plain.forward
@@ -287,6 +290,7 @@ class _Specialised:
         aten: torch.fx.GraphModule,
         args: Sequence[Any],
         otherwise: torch.fx.GraphModule,
+        together: Together,
         name: str = "",
         known: Known = NOTHING,
     ) -> tuple[Callable[..., Any], Schedule]:
@@ -294,7 +298,7 @@ class _Specialised:
         found: list[Fallback] = []
         made = scheduled(aten, args, self.settings, history, known)
         rest = self.fixed and has_inductor(device_of(args), self.settings)
-        run, made, left = realised(aten, made, args, self.settings, self.family, found, rest)
+        run, made, left = realised(aten, made, args, self.settings, self.family, found, rest, together)
         if self.end is not None and not found and name != "backward" and (v := handed_on(made.program)) is not None:
             why = f"TorchDynamo ends the graph before what reads it ({self.end})"
             found.append(Fallback(v.op, why, v.where, nbytes(v), fused=bool(made.regions)))

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from .bridge.ahead import Together
 from .bridge.dlpack import DlpackKernel
 from .bridge.launch import DirectKernel, Family, unavailable
 from .bridge.rest import compile_rest
-from .bridge.splice import RegionRunner, one_by_one, splice
+from .bridge.splice import RegionRunner, expect, one_by_one, splice
 from .capture import kernels_device, translate
 from .capture.aten import mutates_inputs, to_aten
 from .capture.drawn import give_back
@@ -66,9 +67,10 @@ def realised(
     family: Family,
     found: list[Fallback],
     rest: bool,
+    together: Together,
 ) -> tuple[Callable[..., Any] | None, Schedule, Counter[str]]:
     """The graph with kernels in it (None if it stays as it is), what was scheduled, and what PyTorch still does: by
-    functions of Inductor's, with `rest`.
+    functions of Inductor's, with `rest`. Its kernels are compiled `together` with those of other graphs.
     """
     device = device_of(args)
     interpret = settings.interpret if settings.interpret is not None else device.type != "cuda"
@@ -81,7 +83,7 @@ def realised(
             found.append(refused_in(refusal, made.program, [region]))
             continue
         launchers = [_launcher(plan, device, interpret, settings, family) for plan in plans]
-        parts.append((region.outputs, plans, launchers, [k.names for k in launchers]))
+        parts.append((region.outputs, plans, launchers, [k.names for k in launchers], together))
         regions.append(region)
         kernels.append(plans)
     found += [Fallback(r.blocker.op, r.why, r.blocker.where or r.value.where, r.nbytes, r.fused) for r in made.rejected]
@@ -99,6 +101,7 @@ def realised(
         return None, replace(made, regions=(), kernels=()), Counter()
     found += _again(spliced, made)
     left = Counter(_left(spliced))
+    expect(spliced)
     return (compile_rest(spliced) if rest else spliced).forward, made, left
 
 

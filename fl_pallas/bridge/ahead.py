@@ -13,18 +13,36 @@ from ..errors import Unsupported
 from .launch import DirectKernel
 from .order import Order
 
+# Kernels with what they will be given; what another will make, or is not there yet, on PyTorch's "meta" device.
+Calls = Sequence[tuple[DirectKernel, Sequence[Tensor]]]
 
-def compile_ahead(calls: Sequence[tuple[DirectKernel, Sequence[Tensor]]]) -> None:
-    """Compile the choices of several kernels that their first calls will time; of one alone, that call does.
 
-    Args:
-      calls: kernels with what they will be given; what another will make, on PyTorch's "meta" device.
-    """
+class Together:
+    """The regions of a function, of both its passes, whose kernels are compiled by the first call of one of them."""
+
+    def __init__(self) -> None:
+        self._expected: dict[object, Calls] = {}
+
+    def expect(self, region: object, calls: Calls) -> None:
+        """Tell what a region will do, once others have run."""
+        self._expected[region] = calls
+
+    def compile(self, region: object, calls: Calls) -> None:
+        """Compile for the first call of a region, and for all that is expected."""
+        others, self._expected = self._expected, {}
+        others.pop(region, None)
+        compile_ahead([*calls, *(call for more in others.values() for call in more)])
+
+
+def compile_ahead(calls: Calls) -> None:
+    """Compile the choices of several kernels that their first calls will time; of one alone, that call does."""
+    if len(calls) < 2:
+        return
     with cache.cubins():
         wanted: dict[str, tuple[DirectKernel, Order]] = {}
         for kernel, operands in calls:
             with contextlib.suppress(Unsupported):  # the call will raise it
-                if (order := kernel.ahead(operands)) is not None:
+                if (order := kernel.ahead(operands)) is not None and order.key not in kernel.family.fitted:
                     wanted[order.key] = kernel, order
         if len(wanted) < 2:
             return

@@ -387,7 +387,9 @@ class DirectKernel:
             self.family.fitted[wanted.key] = fitted
         if len(fitted) == 1:
             return fitted[0], loaded(fitted[0])
-        # Triton's launcher is a C program of its own for each sequence of arguments.
+        # Triton's launcher is a C program of its own for each sequence of arguments, the same for kernels with as many
+        # descriptors: one of these has it compiled, and the others find it.
+        list(workers().map(loaded, {len(f.lowered.blocks): f for f in fitted}.values()))
         launches = [*workers().map(loaded, fitted)]
         plans = [replace(kernel, plan=kernel.plan.with_choices(f.choices)) for f in fitted]
         given = [_given(launch, general, own, index) for launch, general in zip(launches, plans, strict=True)]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
 from ..errors import Unsupported
 from ..schedule.plan import KernelPlan
-from .ahead import compile_ahead
+from .ahead import Calls, Together
 from .launch import DirectKernel
 from .progress import progress
 
@@ -32,8 +34,10 @@ class RegionRunner:
         plans: Sequence[KernelPlan],
         kernels: Sequence[Kernel],
         names: Sequence[Sequence[str]],
+        together: Together | None = None,
     ):
         self.outputs = tuple(outputs)
+        self.together = together or Together()
         made = {s.name for p in plans for s in p.stores}
         self.operands = tuple(dict.fromkeys(n for group in names for n in group if n not in made))
         # Tensors by position: the operands, then what each kernel stores.
@@ -69,8 +73,8 @@ class RegionRunner:
     def _first(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The first call, which compiles the kernels and times their choices."""
         with progress(len(self._steps)) as count:
-            if len(self._steps) > 1:
-                self._compile(tensors)
+            calls, _ = self._calls(tensors)
+            self.together.compile(self, calls)
             known = [*tensors]
             for kernel, places, dead in self._steps:
                 known += kernel([known[k] for k in places])
@@ -79,24 +83,57 @@ class RegionRunner:
                 count()
         return tuple([known[k] for k in self._results])
 
-    def _compile(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Several kernels are compiled side by side, before the first of them runs."""
+    def expect(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Tell what the first call will be given, on PyTorch's "meta" device; returns what it will make of it, so too.
+
+        Raises: Unsupported for kernels that are not compiled ahead.
+        """
+        calls, results = self._calls(tensors)
+        if len(calls) < len(self._steps):
+            raise Unsupported("the region", "its kernels are JAX's to compile")
+        self.together.expect(self, calls)
+        return results
+
+    def _calls(self, tensors: Sequence[torch.Tensor]) -> tuple[Calls, list[torch.Tensor]]:
+        """The kernels of the direct road with what each is given, and the results; none for another road."""
         known, calls = [*tensors], []
         for kernel, places, _ in self._steps:
             if not isinstance(kernel, DirectKernel):
-                return
+                return [], []
             calls.append((kernel, [known[k] for k in places]))
             known += kernel.like_results()
-        compile_ahead(calls)
+        return calls, [known[k] for k in self._results]
+
+
+def expect(gm: GraphModule) -> None:
+    """Tell the runners in a graph what they will be given, as far as the graph knows."""
+    known: dict[Node, torch.Tensor] = {}
+    made: dict[Node, list[torch.Tensor]] = {}
+    with unset_fake_temporarily():  # AOTAutograd may be at work
+        for n in gm.graph.nodes:
+            val = n.meta.get("val")
+            if isinstance(n.target, RegionRunner):
+                with contextlib.suppress(KeyError, Unsupported):
+                    made[n] = n.target.expect([known[a] for a in n.args])
+            elif n.target is item:
+                results, place = n.args
+                if results in made:
+                    known[n] = made[results][place]
+            elif isinstance(val, torch.Tensor) and all(isinstance(k, int) for k in (*val.shape, *val.stride())):
+                known[n] = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="meta")
 
 
 def one_by_one(
-    outputs: Sequence[str], plans: Sequence[KernelPlan], kernels: Sequence[Kernel], names: Sequence[Sequence[str]]
+    outputs: Sequence[str],
+    plans: Sequence[KernelPlan],
+    kernels: Sequence[Kernel],
+    names: Sequence[Sequence[str]],
+    together: Together,
 ) -> list[RegionRunner]:
     """A runner for each kernel of a region: where regions read each other's results, kernels seldom do."""
     wanted = {*outputs, *(n for group in names for n in group)}
     return [
-        RegionRunner([s.name for s in plan.stores if s.name in wanted], [plan], [kernel], [group])
+        RegionRunner([s.name for s in plan.stores if s.name in wanted], [plan], [kernel], [group], together)
         for plan, kernel, group in zip(plans, kernels, names, strict=True)
     ]
 

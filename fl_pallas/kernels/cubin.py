@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import re
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +22,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.cache import get_cache_manager, triton_key
 
 from ..errors import Unsupported
+from .listing import listing, told
 from .lower import Lowered
 
 WARP = 32
@@ -191,9 +191,9 @@ def check(cubin: Cubin, name: str) -> None:
     suspect = "s16x2" in ptx or "wgmma" in ptx and _ptxas() < SOUND
     if (
         suspect
-        and is_miscompiled(_dumped(cubin.binary, "--dump-sass"))
+        and is_miscompiled(listing(cubin.binary, cubin.capability))
         or any(steady := steady_operands(ptx))
-        and loses_operand(_dumped(cubin.binary, "--dump-sass"), steady)
+        and loses_operand(listing(cubin.binary, cubin.capability), steady)
     ):
         raise Unsupported(name, f"ptxas would have it compute something else for sm_{cubin.capability}")
 
@@ -210,7 +210,7 @@ def is_serial(cubin: Cubin) -> bool:
     It does so, with a warning that Triton keeps to itself, to kernels of several loops whose products add in place.
     """
     products = cubin.asm["ttgir"].count("warp_group_dot ")
-    return products > 0 and _dumped(cubin.binary, "--dump-sass").count("WARPGROUP.ARRIVE") > products
+    return products > 0 and listing(cubin.binary, cubin.capability).count("WARPGROUP.ARRIVE") > products
 
 
 # The upper half of a 64-bit sum, in uniform registers or in those of a thread, which takes the carry of the lower one;
@@ -357,17 +357,7 @@ def _width(op: str) -> int:
 
 def resources(cubin: bytes) -> tuple[int, int]:
     """(registers, bytes of stack) of a thread of the kernel."""
-    text = _dumped(cubin, "--dump-resource-usage")
+    text = told([knobs.nvidia.cuobjdump.path, "--dump-resource-usage"], cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, text
     return int(found[1]), int(found[2])
-
-
-@functools.lru_cache(maxsize=16)
-def _dumped(cubin: bytes, what: str) -> str:
-    """What `cuobjdump` (shipped with triton) tells of a cubin. Kept, for the same code is looked at more than once."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [knobs.nvidia.cuobjdump.path, what, str(path)]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -49,7 +49,8 @@ class Fitted:
 def fitting(
     plan: KernelPlan, lower: Callable[[KernelPlan], Lowered], capability: int, count: int = 1
 ) -> tuple[Fitted, ...]:
-    """The first `count` choices of a plan that fit the device; the one that spills least if none does.
+    """Those of the first `count` choices of a plan that fit the device, and of further ones until half as many do; the
+    one that spills least if none does.
 
     Args:
       plan: with its choices, best first.
@@ -78,8 +79,10 @@ def fitting(
     tighter: list[Fitted] = []
     spilling: list[Fitted] = []
     refusal: Unsupported | None = None
-    while waiting and len(fit) < count:
-        batch, waiting = waiting[: count - len(fit)], waiting[count - len(fit) :]
+    wanted = count
+    while waiting and len(fit) < wanted:
+        size, wanted = wanted - len(fit), max(1, count // 2)
+        batch, waiting = waiting[:size], waiting[size:]
         # Other choices are the fastest about guesses than about running maxima.
         if count > 1 and has_guesses(plan):
             batch += [(replace(c, guesses=True), form) for c, form in batch if c.blocks]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import fl_pallas as fl
+from fl_pallas import realise
 from fl_pallas.bridge import launch
 from fl_pallas.bridge.launch import DirectKernel, unavailable
 from fl_pallas.bridge.order import alignment
@@ -247,3 +248,25 @@ def test_kernels_of_a_region_are_compiled_side_by_side(
     compile_with(Compiled, twice)(*qkv())
     assert len(recorded) == 3 and happened == ["compiled"] * 3 + ["loaded"] * 3
     assert not any(kernel.family.fitted for kernel in recorded), "what was compiled has been taken"
+
+
+def two_layers(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return attention(torch.tanh(attention(q, k, v) @ w), k, v)
+
+
+def test_kernels_of_both_passes_are_compiled_by_the_first_call(
+    recorded: list[Recorded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all regions, for what the graphs know of what each will be given."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(fl.config, "cache", str(tmp_path))
+    monkeypatch.setattr(realise, "_launcher", lambda plan, *_: Compiled(plan))
+    compiled: list[str] = []
+    monkeypatch.setattr(fit, "fitting", lambda plan, *rest: compiled.append(plan.name) or fitting(plan, *rest))
+    q, k, v = (t.requires_grad_() for t in qkv())
+    out = fl.compile(two_layers)(q, k, v, torch.randn(16, 16, dtype=torch.bfloat16))
+    assert sum(bool(kernel.launches) for kernel in recorded) == 2
+    assert len(compiled) == len(recorded) > 4
+    out.sum().backward()
+    assert len(compiled) == len(recorded) and all(kernel.launches for kernel in recorded)
