@@ -22,6 +22,7 @@ from typing import Any
 import platformdirs
 
 from .config import config
+from .meanwhile import Meanwhile
 
 # The folder of Triton's own files.
 TRITON = "triton"
@@ -97,9 +98,13 @@ def write(key: str, entry: dict[str, Any]) -> None:
         _prune()
 
 
-@contextlib.contextmanager
-def cubins() -> Iterator[None]:
+def cubins() -> Meanwhile:
     """Triton keeps its own files in this cache meanwhile, unless the user chose a place (TRITON_CACHE_DIR)."""
+    return _keeping
+
+
+@contextlib.contextmanager
+def _kept() -> Iterator[None]:
     from triton import knobs
 
     place = _place()
@@ -109,6 +114,9 @@ def cubins() -> Iterator[None]:
     with knobs.cache.scope():
         knobs.cache.dir = str(place / TRITON)
         yield
+
+
+_keeping = Meanwhile(_kept)
 
 
 def _place() -> Path | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import cache
 from ..errors import Unsupported
+from ..meanwhile import short_turns
 from .launch import DirectKernel
 from .order import Order
 
@@ -38,7 +39,7 @@ def compile_ahead(calls: Calls) -> None:
     """Compile the choices of several kernels that their first calls will time; of one alone, that call does."""
     if len(calls) < 2:
         return
-    with cache.cubins():
+    with cache.cubins(), short_turns:
         wanted: dict[str, tuple[DirectKernel, Order]] = {}
         for kernel, operands in calls:
             with contextlib.suppress(Unsupported):  # the call will raise it

@@ -22,6 +22,7 @@ from ..kernels.blocks import ENGINE, Block
 from ..kernels.lower import ALIGNMENT, Lowered
 from ..kernels.sizes import Laid, Mismatch, generalise, is_short, laid, opened, programs_of, sizes_of
 from ..kernels.triton import contiguous, grid_size
+from ..meanwhile import short_turns
 from ..schedule.plan import Choices, KernelPlan, operand_names
 from .descriptors import Descriptors
 from .dlpack import float32_products
@@ -310,7 +311,7 @@ class DirectKernel:
             operands = _moved(operands, moved, device)
             launch = descriptors = None
             if self._programs:
-                with cache.cubins():
+                with cache.cubins(), short_turns:
                     launch = self._built(operands, device.index)  # type: ignore[arg-type]
                 descriptors = launch.descriptors(operands)
             while len(self._versions) >= MAX_VERSIONS:

@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from ..errors import Unsupported
@@ -147,20 +147,25 @@ def _tried(
 ) -> list[tuple[Fitted, ...] | Unsupported]:
     """Choices and whether products add in place, compiled: in one way or two; or why not."""
 
-    def one(candidate: tuple[Choices, bool]) -> tuple[Fitted, ...] | Unsupported:
+    def one(candidate: tuple[Choices, bool]) -> _Ways | Unsupported:
         try:
             return _fitted(name, *candidate, lower, capability, enough)
         except Unsupported as refusal:
             return refusal
 
     batch = list(batch)
-    return [one(c) for c in batch] if len(batch) < 2 else list(workers().map(one, batch))
+    made = [one(c) for c in batch] if len(batch) < 2 else list(workers().map(one, batch))
+    return [ways if isinstance(ways, Unsupported) else _sound(ways) for ways in made]
+
+
+# One choice, compiled in one way or two, and the looks at their machine code, which go on meanwhile.
+_Ways = tuple[tuple[Fitted, "Future[None]"], ...]
 
 
 def _fitted(
     name: str, choices: Choices, in_place: bool, lower: Callable[[Choices], Lowered], capability: int, enough: float
-) -> tuple[Fitted, ...]:
-    """One choice, compiled in one way or two.
+) -> _Ways:
+    """One choice, with as many registers as it asks for, and with fewer.
 
     Raises: Unsupported if it does not compile or takes too much shared memory.
     """
@@ -174,10 +179,22 @@ def _fitted(
     checked = _checkers().submit(check, cubin, name)
     # Loops about guesses take the longest to compile: not again for a program more that may not pay.
     tighter = _tighter(fitted, target, ENOUGH if choices.guesses else enough)
-    checked.result()
+    if tighter is None:
+        return ((fitted, checked),)
+    return (fitted, checked), (tighter, _checkers().submit(check, tighter.cubin, name))
+
+
+def _sound(ways: _Ways) -> tuple[Fitted, ...] | Unsupported:
+    """The ways to compile a choice that are worth a trial, or why it has none."""
+    (fitted, checked), *others = ways
+    try:
+        checked.result()
+    except Unsupported as refusal:
+        return refusal
+    tighter = next((other for other, looked in others if looked.exception() is None), None)
     if tighter is None:
         return (fitted,)
-    free = tighter.cubin.stack <= cubin.stack and tighter.lowered.registers >= ENOUGH * cubin.registers
+    free = tighter.cubin.stack <= fitted.cubin.stack and tighter.lowered.registers >= ENOUGH * fitted.cubin.registers
     return (tighter,) if free else (fitted, tighter)
 
 
@@ -212,6 +229,6 @@ def _tighter(fitted: Fitted, target: Target, enough: float) -> Fitted | None:
         return None
     lowered = replace(fitted.lowered, registers=registers)
     try:
-        return replace(fitted, lowered=lowered, cubin=compile_ttir(lowered, cubin.capability))
+        return replace(fitted, lowered=lowered, cubin=compiled(lowered, cubin.capability))
     except Unsupported:  # some matrix instructions want more
         return None

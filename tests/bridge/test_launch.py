@@ -21,7 +21,7 @@ from fl_pallas.bridge import launch
 from fl_pallas.bridge.launch import DirectKernel, unavailable
 from fl_pallas.bridge.order import alignment
 from fl_pallas.kernels import cubin, fit
-from fl_pallas.kernels.cubin import address, compile_kernel, hashing, kept_kernel
+from fl_pallas.kernels.cubin import address, compile_kernel, hashing, kept_kernel, starting
 from fl_pallas.kernels.fit import fitting
 from fl_pallas.kernels.lower import Lowered
 from fl_pallas.schedule.plan import KernelPlan
@@ -55,6 +55,7 @@ class Recorded(DirectKernel):
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
     # TorchDynamo asks once in a process for the GPU's properties: before it is told that there is none.
     torch.compile(torch.neg, backend="eager")(torch.zeros(1))
+    starting().exception()  # Triton's driver keeps what it asks for the current device, for all that come later
     monkeypatch.setattr(Recorded, "made", [])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU.index)
     monkeypatch.setattr(launch, "_stream", lambda index: 7)
