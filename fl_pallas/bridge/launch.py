@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from .descriptors import Descriptors
 from .dlpack import float32_products
 from .layout import spec_of
 from .order import Order, alignment, lowered, order
-from .tuning import fastest
+from .tuning import fastest, level
 
 if TYPE_CHECKING:
     from ..kernels.fit import Fitted
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 # Compiled versions of one kernel (shapes, strides, types, alignments, devices) kept at a time.
 MAX_VERSIONS = 64
 OLDEST = (8, 0)
+# Of a kernel for short loops of many lengths, what takes so many times the least at one length may be the fastest at
+# another, and the other way round: narrow tiles and few stages lose least (at 260 a third, of what is level at 514).
+LEVEL = 1.1
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -394,21 +398,25 @@ class DirectKernel:
         launches = [*workers().map(loaded, fitted)]
         plans = [replace(kernel, plan=kernel.plan.with_choices(f.choices)) for f in fitted]
         given = [_given(launch, general, own, index) for launch, general in zip(launches, plans, strict=True)]
-        best = self._fastest(given, operands, index)
+        with torch.cuda.device(index):
+            runs = self._runs(given, operands, index)
+            if kernel.sizes and is_short(own):
+                best = min(level(runs, LEVEL), key=lambda n: _width(fitted[n].choices))
+            else:
+                best = fastest(runs)
         return fitted[best], launches[best]
 
-    def _fastest(self, launches: Sequence[_Launch], operands: Sequence[torch.Tensor], index: int) -> int:
-        """Which launch takes the least time on these operands."""
-        with torch.cuda.device(index):
-            pointers = [t.data_ptr() for t in (*operands, *[_empty(*layout) for layout in self._outputs])]
-            made = [v.descriptors(operands) for v in launches]
-            blocks = [() if d is None else d.at(pointers) for d in made]
-            return fastest(
-                [
-                    lambda v=v, b=b: v.run(v.programs, 1, 1, _stream(index), *v.fixed, *pointers, *b)
-                    for v, b in zip(launches, blocks, strict=True)
-                ]
-            )
+    def _runs(
+        self, launches: Sequence[_Launch], operands: Sequence[torch.Tensor], index: int
+    ) -> list[Callable[[], None]]:
+        """Launches on these operands, of the current device, that may be repeated."""
+        pointers = [t.data_ptr() for t in (*operands, *[_empty(*layout) for layout in self._outputs])]
+        made = [v.descriptors(operands) for v in launches]
+        blocks = [() if d is None else d.at(pointers) for d in made]
+        return [
+            lambda v=v, b=b: v.run(v.programs, 1, 1, _stream(index), *v.fixed, *pointers, *b)
+            for v, b in zip(launches, blocks, strict=True)
+        ]
 
     def _load(self, lowered: Lowered, kernel: Any, index: int) -> _Launch:
         """A kernel that Triton has compiled, loaded on the device `index`."""
@@ -436,6 +444,11 @@ class DirectKernel:
 def _kept(wanted: Order, own: Laid) -> dict[str, Any] | None:
     """What the cache on disk has of a kernel, under its choice for loops as those of `own`; None if nothing."""
     return (cache.read(wanted.key) or {}).get(_loops(own))
+
+
+def _width(choices: Choices) -> tuple[int, int, bool]:
+    """How much a tile computes in vain where a loop ends early; less is less."""
+    return math.prod(n for _, n in choices.tiles), choices.stages, choices.guesses
 
 
 def _loops(own: Laid) -> str:

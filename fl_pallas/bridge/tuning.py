@@ -40,6 +40,12 @@ def fastest(launches: Sequence[Launch]) -> int:
     return 0 if 0 in level and CLEARLY * alone[0] <= alone[best] else best
 
 
+def level(launches: Sequence[Launch], within: float) -> list[int]:
+    """Indices of the launches that take at most `within` times the least time on the current device, at full clock."""
+    alone = [*map(milliseconds, launches)]
+    return [n for n, ms in enumerate(alone) if ms <= within * min(alone)]
+
+
 def milliseconds(launch: Launch) -> float:
     """Median time of a launch on the current device and stream."""
     launch()

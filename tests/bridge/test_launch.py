@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 import shutil
 import subprocess
@@ -24,6 +26,7 @@ from fl_pallas.kernels import cubin, fit
 from fl_pallas.kernels.cubin import address, compile_kernel, hashing, kept_kernel, starting
 from fl_pallas.kernels.fit import fitting
 from fl_pallas.kernels.lower import Lowered
+from fl_pallas.kernels.sizes import sizes_of
 from fl_pallas.schedule.plan import KernelPlan
 from tests.direct import compile_with
 
@@ -271,3 +274,30 @@ def test_kernels_of_both_passes_are_compiled_by_the_first_call(
     assert len(compiled) == len(recorded) > 4
     out.sum().backward()
     assert len(compiled) == len(recorded) and all(kernel.launches for kernel in recorded)
+
+
+def test_short_loops_of_many_lengths_take_a_narrow_tile(
+    recorded: list[Recorded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what is level at the length that is met, what loses least at others."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "none")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(fl.config, "cache", str(tmp_path))
+    monkeypatch.setattr(launch, "_given", lambda found, many, own, index: (found, sizes_of(many, own))[0])
+    monkeypatch.setattr(launch, "fastest", lambda runs: 0)
+    monkeypatch.setattr(launch, "level", lambda runs, within: [*range(len(runs))])
+    family = launch.Family()
+
+    def kernel(plan: KernelPlan) -> Compiled:
+        made = Compiled(plan)
+        made.family, made.tune = family, 6
+        return made
+
+    for seq in (200, 260):
+        torch.compiler.reset()
+        compile_with(kernel, attention)(*qkv(seq))
+    first, general = (member.laid.plan for member in family.members)
+    sides = [math.prod(n for _, n in c.tiles) for c in (first.choices, general.choices)]
+    assert family.members[1].laid.sizes and sides[1] < sides[0]

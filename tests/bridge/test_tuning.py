@@ -45,3 +45,8 @@ def _mean(kernel: Kernel, times: int) -> float:
 def test_fastest(kernels: list[Kernel], best: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "_mean", _mean)
     assert tuning.fastest(kernels) == best
+
+
+def test_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "_mean", _mean)
+    assert tuning.level([Kernel(1.2, 1.2), Kernel(1.0, 1.0), Kernel(1.05, 1.05)], within=1.1) == [1, 2]
