@@ -37,7 +37,8 @@ class Cell:
       name: group/variant/shape.
       make: draws the problem on a device.
       rivals: who takes part.
-      kind: "kernel", "training", "host", "training_host", "compile", "lengths" or "memory": what is measured.
+      kind: "kernel", "training", "host", "training_host", "compile", "training_compile", "lengths" or "memory": what is
+        measured.
       score_bytes: rivals that store the scores are skipped where these take more, 16-bit.
       shape: its sizes, for the tables.
     """
@@ -212,6 +213,11 @@ def first_calls(z: Sizes) -> Iterator[Cell]:
         )
 
 
+def first_steps(z: Sizes) -> Iterator[Cell]:
+    for cell in first_calls(z):
+        yield replace(cell, name=f"training_{cell.name}", kind="training_compile")
+
+
 def lengths(z: Sizes) -> Iterator[Cell]:
     b, h, d = 4, z.width // z.dims[0], z.dims[0]
     for name in ("full", "causal", "documents"):
@@ -266,4 +272,5 @@ GROUPS: dict[str, Callable[[Sizes], Iterator[Cell]]] = {
     "memory": memory,
     "training": training,
     "training_host": training_host,
+    "training_compile": first_steps,
 }

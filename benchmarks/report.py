@@ -38,6 +38,7 @@ TITLES = {
     "memory": "262144 tokens",
     "training": "Training: the backward pass",
     "training_host": "Host time of a forward and a backward pass, µs",
+    "training_compile": "First forward and backward pass, s",
 }
 LABELS = {
     "ours": "fl_pallas",
@@ -156,7 +157,7 @@ def _group(group: str, cells: Cells, runs: list[dict[str, Any]]) -> Iterator[str
     if group in ("host", "training_host"):
         rows = [[n, *(number(entry(cells, n, r, "us")) for r in present)] for n in cells]
         yield "\n".join(table(("cell", *(LABELS[r] for r in present)), rows))
-    elif group == "compile":
+    elif group in ("compile", "training_compile"):
         head = ("cell", *(f"{LABELS[r]}, {state}" for r in present for state in ("cold", "warm")))
         rows = [[n, *(number(entry(cells, n, r, k)) for r in present for k in ("cold_s", "warm_s"))] for n in cells]
         yield "\n".join(table(head, rows))

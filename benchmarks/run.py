@@ -116,7 +116,7 @@ def host(bench: Bench, rival: str) -> Entry:
 
 
 def compiling(bench: Bench, rival: str) -> Entry:
-    """The first call of a new process: with nothing cached, then with what that process left on disk."""
+    """The first call, or step of training, of a new process: with nothing cached, then with what that one left."""
     with tempfile.TemporaryDirectory() as folder:
         keep = {"FL_CACHE": f"{folder}/fl", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
         environment = {**os.environ, **keep}
@@ -228,6 +228,7 @@ KINDS: dict[str, Callable[[Bench, str], Entry]] = {
     "training_host": trained_host,
     "host": host,
     "compile": compiling,
+    "training_compile": compiling,
     "lengths": lengths,
     "memory": memory,
 }
