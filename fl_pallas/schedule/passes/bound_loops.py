@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ..build import FALSE, TRUE, negate, op, select, substitute
+from ..dtype import is_float
 from ..expr import Axis, Const, Expr, Index, Op, Reduce, Ref, children, const, free_axes, ref, ref_names, walk
 from ..integer import Linear, bounds, linear
 from ..interior import constants
 from ..plan import Accumulator, Anchor, Interior, Loop, Step
+from ..reach import FINITE, Reach, reach
 from ..remember import remembered
 
 Range = tuple[Expr | None, Expr | None]  # first index that can contribute, and one past the last
@@ -79,15 +81,49 @@ def contributes(update: Expr, kind: str, finite: frozenset[str] = frozenset()) -
     Loaded data is taken to be finite. A running or final value is not, unless it is one of `finite`:
     -inf - (-inf) and 0 · inf are NaN, as in the wholly masked row of a softmax, and must be kept.
     """
-    if kind == "max":
-        return _unless(update, -math.inf, finite)
-    if kind == "min":
-        return _unless(update, math.inf, finite)
-    if kind == "sum":
-        return _unless(update, 0.0, finite)
-    if kind == "any":
-        return update
-    return TRUE
+    if kind in _IDENTITIES:
+        identity = _IDENTITIES[kind]
+        return _where_masked(_unless(update, identity, finite), update, identity, finite)
+    return update if kind == "any" else TRUE
+
+
+_IDENTITIES = {"sum": 0.0, "max": -math.inf, "min": math.inf}
+
+
+@remembered
+def _where_masked(condition: Expr, update: Expr, identity: float, finite: frozenset[str]) -> Expr:
+    """`condition`, and that no mask in `update` makes it `identity`, whatever lies between: a maximum with 0, a
+    sigmoid, a test for what the mask has put there."""
+
+    def known(e: Expr) -> Reach | None:
+        return FINITE if isinstance(e, Ref) and e.name in finite or _is_replaced_maximum(e) else None
+
+    for test in _selecting(update):
+        for outcome in (True, False):
+            excluded = negate(test) if outcome else test
+            if not _asks(condition, excluded) and reach(update, test, outcome, known).is_only(identity):
+                condition = op("and", condition, excluded, dtype="bool")
+    return condition
+
+
+def _asks(condition: Expr, test: Expr) -> bool:
+    """Whether a condition holds only where `test` does, by what it is made of."""
+    if not isinstance(condition, Op) or condition is test:
+        return condition is test or condition is FALSE
+    every = [_asks(a, test) for a in condition.args] if condition.name in ("and", "or") else [False]
+    return any(every) if condition.name == "and" else all(every)
+
+
+def _selecting(e: Expr) -> list[Expr]:
+    """The tests of selections in `e` that ask about positions and given data, and about no index bound in `e`."""
+    nodes = [*walk(e)]
+    inside = frozenset(n.axis for n in nodes if isinstance(n, Reduce))
+    tests = dict.fromkeys(n.args[0] for n in nodes if isinstance(n, Op) and n.name == "select")
+    return [t for t in tests if not free_axes(t) & inside and not any(map(_is_computed, walk(t)))]
+
+
+def _is_computed(e: Expr) -> bool:
+    return isinstance(e, (Ref, Reduce)) or is_float(e.dtype)
 
 
 @remembered

@@ -1,0 +1,116 @@
+"""What a number can be where a condition holds, beside what it is; and the tiles that are skipped by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fl_pallas as fl
+from fl_pallas.schedule.build import cast, op, reduce, select
+from fl_pallas.schedule.expr import Axis, Expr, const, index, load, ref
+from fl_pallas.schedule.reach import MOST, Reach, reach
+from tests.evaluate import _Evaluator
+from tests.oracle import run_and_check
+from tests.unrun import explain
+
+ROW, J, R = Axis("i", 5), Axis("j", 7), Axis("r", 3)
+RNG = np.random.default_rng(3)
+KNOWN = {"q": RNG.normal(size=(5, 3)) * 3, "k": RNG.normal(size=(7, 3)), "b": RNG.normal(size=7) * 20}
+i, j, r = index(ROW), index(J), index(R)
+causal = op("gt", j, i, dtype="bool")
+
+
+def o(name: str, *args: Expr) -> Expr:
+    return op(name, *args, dtype="bool" if name in ("lt", "le", "eq", "ne") else "f64")
+
+
+def n(value: float) -> Expr:
+    return const(value, "f64")
+
+
+score = reduce("sum", R, o("mul", load("q", (i, r), "f64"), load("k", (j, r), "f64")), "f64")
+LEAVES = st.sampled_from(
+    [
+        select(causal, n(-math.inf), score), select(causal, n(0.0), score), load("b", (j,), "f64"), score,
+        n(0.0), n(1.0), n(-2.5), n(0.3), cast(op("sub", i, j, dtype="i64"), "f64"),
+    ]
+)  # fmt: skip
+UNARY = ("exp", "exp2", "expm1", "sigmoid", "tanh", "erf", "sqrt", "neg", "abs", "sign", "log", "log1p", "atan", "sin")
+
+
+def _grown(of: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
+    tests = st.builds(o, st.sampled_from(["lt", "le", "eq", "ne"]), of, of)
+    return st.one_of(
+        st.builds(o, st.sampled_from(UNARY), of),
+        st.builds(o, st.sampled_from(["add", "sub", "mul", "div", "max", "min"]), of, of),
+        st.builds(select, tests, of, of),
+    )
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.recursive(LEAVES, _grown, max_leaves=12), st.booleans())
+def test_what_is_computed_is_within_reach(e: Expr, outcome: bool) -> None:
+    """Where no infinity comes of finite numbers: which are taken to stay finite."""
+    found = reach(e, causal, outcome, lambda _: None)
+    with np.errstate(all="ignore"):
+        values = np.broadcast_to(_Evaluator(KNOWN).at(e, (ROW, J)), (5, 7))
+    there = (np.arange(7)[None] > np.arange(5)[:, None]) == outcome
+    for value in values[there].tolist():
+        if math.isfinite(value):
+            assert found.low <= value + 1e-9 + 1e-6 * abs(value)
+            assert found.high >= value - 1e-9 - 1e-6 * abs(value)
+    if found.low == found.high in (0.0, -math.inf, math.inf) and not found.nan:
+        # One number stands for itself, if what made it stayed finite.
+        assert all(v == found.low or not math.isfinite(v) or abs(v) < 1e-30 for v in values[there].tolist())
+
+
+def test_running_values_may_be_anything() -> None:
+    m = ref("m0", (ROW,), "f64")
+    weight = o("exp", o("sub", select(causal, n(-math.inf), score), m))
+    assert reach(weight, causal, True, lambda _: None).nan
+    finite = reach(weight, causal, True, lambda e: Reach(-MOST, MOST) if e is m else None)
+    assert finite.is_only(0.0)
+
+
+def test_comparisons_with_nan() -> None:
+    m = ref("m0", (ROW,), "f64")
+    for name, low, high in (("lt", 0, 1), ("eq", 0, 1), ("ne", 0, 1)):
+        assert reach(op(name, m, n(0.0), dtype="bool"), causal, True, lambda _: None) == Reach(low, high)
+    far = Reach(2.0, 3.0, nan=True)
+    assert reach(op("gt", m, n(1.0), dtype="bool"), causal, True, lambda e: far if e is m else None) == Reach(0, 1)
+    assert reach(op("ne", m, n(1.0), dtype="bool"), causal, True, lambda e: far if e is m else None) == Reach(1, 1)
+
+
+S = 200
+
+
+def masked(q: Tensor, k: Tensor) -> Tensor:
+    at = torch.arange(S)
+    return (q @ k.mT / 4).masked_fill(at[None] > at[:, None], -math.inf)
+
+
+VARIANTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "sigmoid": lambda q, k, v: torch.sigmoid(masked(q, k) - 3) @ v,
+    "squared": lambda q, k, v: F.relu(masked(q, k)).square() @ v,
+    "softplus": lambda q, k, v: F.softplus(masked(q, k)) @ v,
+    "hard": lambda q, k, v: F.hardsigmoid(masked(q, k)) @ v,
+    "error": lambda q, k, v: (torch.erf(masked(q, k)) + 1) @ v,
+    "asked": lambda q, k, v: torch.where(masked(q, k) == -math.inf, 0.0, masked(q, k).tanh()) @ v,
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_a_mask_makes_nothing_of_is_skipped(name: str) -> None:
+    """In both passes."""
+    given = [torch.randn(1, 2, S, 16).requires_grad_() for _ in range(3)]
+    kernels = [k for graph in explain(VARIANTS[name], *given).graphs for k in graph.kernels]
+    assert all(loop.lower is not None or loop.upper is not None for k in kernels for loop in k.loops)
+    run_and_check(VARIANTS[name], fl.compile(VARIANTS[name]), [t.detach() for t in given], name=name)
