@@ -115,7 +115,7 @@ class PlanRun:
         last = loop.axis.extent if last is None else last
         side = self.side or self.plan.choices.tile(loop.axis)
         assert side
-        runs = self._runs(loop, side) if self.bounded or loop.parts is not None else None
+        runs = self._runs(loop, side, outer) if self.bounded or loop.parts is not None else None
         inner = self.limits(loop)[2:] if self.bounded else ()
         now = self.initial(loop)
         for start in range(first, last, side):
@@ -132,7 +132,7 @@ class PlanRun:
             now = new
         return now
 
-    def _runs(self, loop: Loop, side: int) -> tuple[np.ndarray, np.ndarray]:
+    def _runs(self, loop: Loop, side: int, outer: Held) -> tuple[np.ndarray, np.ndarray]:
         """First tile of the loop that each program runs, and one past the last."""
         begin, end = np.array(0), np.array(-(-loop.axis.extent // side))
         low, high = self.limits(loop)[:2] if self.bounded else (None, None)
@@ -140,6 +140,10 @@ class PlanRun:
             begin = np.clip(low, 0, loop.axis.extent) // side
         if high is not None:
             end = -(-np.clip(high, 0, loop.axis.extent) // side)
+        for name in loop.finite if self.bounded else ():
+            # Tiles, and not rows alone, do without bounds; for what is computed that is the same.
+            hold = np.isfinite(outer[name]) & (outer[name] != 0)
+            begin, end = np.where(hold, begin, 0), np.where(hold, end, -(-loop.axis.extent // side))
         if loop.parts is None:
             return begin, end
         part = TileEvaluator({}, {}).at(index(loop.parts), self.scope)

@@ -57,7 +57,7 @@ class Evaluator(Context):
         if isinstance(e, Index):
             return self.indices(e.axis)
         if isinstance(e, Ref):
-            return self._ref(e.name)
+            return self.held(e.name)
         if isinstance(e, Load):
             stored = load(self, e)
             return Tile(self._widened(stored.array, e.dtype), stored.axes)
@@ -65,7 +65,11 @@ class Evaluator(Context):
             return reduced(self, e)
         return running(self, e) if e.name in RUNNING else elementwise(self, e)
 
-    def _ref(self, name: str) -> Tile:
+    def held(self, name: str) -> Tile:
+        """What a reference stands for here.
+
+        Raises: ScheduleError if it has no value.
+        """
         tile = next((s.refs[name] for s in reversed(self.scopes) if name in s.refs), None)
         if tile is None:
             raise ScheduleError(f"reference {name} has no value here")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -155,14 +155,31 @@ class Loops:
                 x = found[s.name]
                 size = jnp.abs(x.array)
                 good = (size > least) & (size < most) if s.name in totals else size < jnp.inf
-                for a in x.axes:
-                    within = self.ev.within(a)
-                    good = good if within is None else good | ~self.ev.spread(within, x.axes)
-                count = good.astype(jnp.int32)
-                while count.ndim:
-                    count = jnp.min(count, axis=count.ndim - 1)
-                close = close & (count > 0)
+                close = close & self._everywhere(good, x.axes)
         return close
+
+    def _are_finite(self, names: Sequence[str]) -> Array:
+        """Whether what earlier loops made is finite, and no sum is 0, for all of the tile."""
+        kinds = {s.name: s.kind for loop in self.plan.loops for s in loop.steps if isinstance(s, Accumulator)}
+        hold = jnp.bool_(True)
+        for name in names:
+            x = self.ev.held(name)
+            if not jnp.issubdtype(x.array.dtype, jnp.floating):
+                continue
+            size = jnp.abs(x.array)
+            good = (size > 0) & (size < jnp.inf) if kinds.get(name) == "sum" else size < jnp.inf
+            hold = hold & self._everywhere(good, x.axes)
+        return hold
+
+    def _everywhere(self, good: Array, axes: tuple[Axis, ...]) -> Array:
+        """Whether something holds for all of a tile that lies inside of its axes."""
+        for a in axes:
+            within = self.ev.within(a)
+            good = good if within is None else good | ~self.ev.spread(within, axes)
+        count = good.astype(jnp.int32)
+        while count.ndim:
+            count = jnp.min(count, axis=count.ndim - 1)
+        return count > 0
 
     def _run(self, loop: Loop, carry: Carry) -> Carry:
         """The loop's iterations."""
@@ -185,7 +202,9 @@ class Loops:
         if loop.interior is None:
             carry = lax.fori_loop(first, whole, tile, carry)
         else:
-            start, stop = self._interior(loop, loop.interior, side, first, whole)
+            # Where the interior lies does not hang on data for that, on which threads are not known to agree.
+            near = self._contributing(loop, side) if loop.finite and loop.parts is None else (first, last)
+            start, stop = self._interior(loop, loop.interior, side, near[0], jnp.minimum(near[1], ragged))
             if any(loads(bound) for bound in bounds_of(loop) if bound is not None):
                 # Threads are not known to agree where data says what is inside, and a branch takes longer then than a
                 # loop of its own. One more serves both sides of it.
@@ -216,13 +235,21 @@ class Loops:
         return jnp.clip(self.ev.eval(bound).array, 0, self.ev.extent32(loop.axis)).astype(jnp.int32)
 
     def _bounds(self, loop: Loop, side: int) -> tuple[Array, Array]:
+        """First tile of the loop that this program runs, and one past the last."""
+        first, last = self._contributing(loop, side)
+        if loop.finite:
+            hold = self._are_finite(loop.finite)
+            first, last = jnp.where(hold, first, 0), jnp.where(hold, last, self.ev.tiles(loop.axis, side))
+        return (first, last) if loop.parts is None else self._part(loop.parts, first, last)
+
+    def _contributing(self, loop: Loop, side: int) -> tuple[Array, Array]:
         """First tile of the loop that can contribute, and one past the last."""
         first, last = jnp.int32(0), self.ev.tiles(loop.axis, side)
         if loop.lower is not None:
             first = lax.div(self._clipped(loop.lower, loop), jnp.int32(side))
         if loop.upper is not None:
             last = lax.div(self._clipped(loop.upper, loop) + jnp.int32(side - 1), jnp.int32(side))
-        return (first, last) if loop.parts is None else self._part(loop.parts, first, last)
+        return first, last
 
     def _part(self, parts: Axis, first: Array, last: Array) -> tuple[Array, Array]:
         """This program's share of the tiles from `first` to `last`."""

@@ -83,6 +83,9 @@ class Loop:
     may load tensors, and reduce over axes of their own, taken whole.
     Tiles inside of `interior` leave masks out.
 
+    With `finite`, names of what earlier loops made, the bounds hold where these are finite numbers, and sums not 0, for
+    the whole tile; elsewhere the loop runs over all indices, for what a mask hides is NaN then.
+
     With `parts`, a grid axis, the range within the bounds is shared out: the program at index n of that axis
     runs its n-th part alone, in whole tiles. Parts may be empty.
 
@@ -97,6 +100,7 @@ class Loop:
     interior: Interior | None = None
     parts: Axis | None = None
     guesses: tuple[Guess, ...] = ()
+    finite: tuple[str, ...] = ()
 
 
 def bounds_of(loop: Loop) -> tuple[Expr | None, ...]:

@@ -112,7 +112,8 @@ def plan_text(plan: KernelPlan) -> str:
         low, high, *inner = (None if e is None else expr_text(e, names) for e in bounds_of(loop))
         span = f"{low or 0} .. {high or loop.axis.extent}"
         part = f", part {loop.parts.name} of {loop.parts.extent}" if loop.parts is not None else ""
-        lines.append(f"  for {loop.axis.name} in {span} by {tile(loop.axis)}{part}  (of {loop.axis.extent})")
+        every = f", all unless {', '.join(loop.finite)} finite" if loop.finite else ""
+        lines.append(f"  for {loop.axis.name} in {span} by {tile(loop.axis)}{part}  (of {loop.axis.extent}{every})")
         if inner:
             lines.append(f"    # no masks in {inner[0] or 0} .. {inner[1] or loop.axis.extent}")
         lines += _steps_text(loop.steps)

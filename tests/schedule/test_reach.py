@@ -114,3 +114,33 @@ def test_what_a_mask_makes_nothing_of_is_skipped(name: str) -> None:
     kernels = [k for graph in explain(VARIANTS[name], *given).graphs for k in graph.kernels]
     assert all(loop.lower is not None or loop.upper is not None for k in kernels for loop in k.loops)
     run_and_check(VARIANTS[name], fl.compile(VARIANTS[name]), [t.detach() for t in given], name=name)
+
+
+def normalised(q: Tensor, k: Tensor, unseeing: int) -> Tensor:
+    """Weights of causal attention, in which rows from `unseeing` on see nothing, and are NaN."""
+    at = torch.arange(S)
+    return (q @ k.mT / 4).masked_fill((at[None] > at[:, None]) | (at[:, None] >= unseeing), -math.inf).softmax(-1)
+
+
+TWICE: dict[str, Callable[[Tensor], Tensor]] = {
+    "threshold": lambda p: torch.where(p > 0.01, p, 0.0),
+    "clamp": lambda p: p.clamp(max=0.3),
+    "root": lambda p: p.sqrt(),
+    "sharp": lambda p: p.pow(1.5) / p.pow(1.5).sum(-1, keepdim=True),
+    "positive": lambda p: F.relu(p - 0.01),
+}
+
+
+@pytest.mark.parametrize("unseeing", [S, 100])
+@pytest.mark.parametrize("name", TWICE)
+def test_a_second_pass_skips_where_the_first_ended_with_numbers(name: str, unseeing: int) -> None:
+    """And makes NaN where PyTorch does: of rows that see nothing."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return TWICE[name](normalised(q, k, unseeing)) @ v
+
+    given = [torch.randn(1, 2, S, 16) for _ in range(3)]
+    (graph,) = explain(fn, *given).graphs
+    second = [loop for k in graph.kernels for loop in k.loops if loop.finite]
+    assert second and all(loop.upper is not None for loop in second)
+    run_and_check(fn, fl.compile(fn), given, name=name)

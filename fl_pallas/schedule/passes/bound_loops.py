@@ -26,13 +26,25 @@ _EMPTY_HIGH = const(0, "i64")
 def bound_loop(loop: Loop, tiled: frozenset[Axis]) -> Loop:
     """`loop` with `lower` and `upper`; `tiled` are the grid axes whose tile is wider than one index."""
     lower, upper = solve(contribution(loop), loop.axis, tiled)
+    if (about := about_finite(loop)) is not loop:
+        narrower = solve(contribution(about), loop.axis, tiled)
+        if narrower != (lower, upper):
+            loop, (lower, upper) = about, narrower
     return replace(loop, lower=lower, upper=upper, interior=_interior(loop, tiled))
+
+
+def about_finite(loop: Loop) -> Loop:
+    """`loop` with `finite`, if more can be said of what contributes where earlier loops' results are finite."""
+    own = {n for s in loop.steps for n in (s.name, f"{s.name}.old")}
+    read = (n for s in loop.steps if isinstance(s, Accumulator) for n in sorted(ref_names(s.update) - own))
+    about = replace(loop, finite=tuple(dict.fromkeys(read)))
+    return about if contribution(about) is not contribution(loop) else loop
 
 
 def contribution(loop: Loop) -> Expr:
     """A condition without which every accumulator of `loop` receives its identity."""
     condition: Expr = FALSE
-    finite = frozenset(s.name for s in loop.steps if isinstance(s, Anchor))
+    finite = frozenset((*loop.finite, *(s.name for s in loop.steps if isinstance(s, Anchor))))
     for step in loop.steps:
         if isinstance(step, Accumulator):
             condition = op("or", condition, contributes(step.update, step.kind, finite), dtype="bool")
@@ -78,8 +90,8 @@ def narrowed(a: Expr | None, b: Expr | None, name: str) -> Expr | None:
 def contributes(update: Expr, kind: str, finite: frozenset[str] = frozenset()) -> Expr:
     """A condition without which `update` is the identity of `kind`.
 
-    Loaded data is taken to be finite. A running or final value is not, unless it is one of `finite`:
-    -inf - (-inf) and 0 · inf are NaN, as in the wholly masked row of a softmax, and must be kept.
+    Loaded data is taken to be finite. A running or final value is not, unless it is one of `finite`, and then it is no
+    sum that is 0 either: -inf - (-inf) and 0 · inf are NaN, as in the wholly masked row of a softmax, and must be kept.
     """
     if kind in _IDENTITIES:
         identity = _IDENTITIES[kind]

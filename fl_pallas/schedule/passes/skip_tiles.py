@@ -34,7 +34,7 @@ from ..interior import constants, interior_steps
 from ..plan import Accumulator, Choices, Interior, KernelPlan, Loop, Store, bounds_of
 from ..spans import Span, truth
 from ..text import expr_text
-from .bound_loops import contribution, masks, narrowed
+from .bound_loops import about_finite, contribution, masks, narrowed
 
 # Below this extent a loop has too few tiles to pay for a kernel that looks at the masks' data, unless there are many
 # such loops: at the second extent, with so many scores in all.
@@ -79,6 +79,9 @@ def _bounded(loop: Loop, tables: _Tables) -> Loop:
     if not _pays(loop, tables.plan):
         return loop
     known = _Known(loop.axis, tables)
+    if not loop.finite and (about := about_finite(loop)) is not loop:
+        _, possible = truth(contribution(about), known.span, known.parts)
+        loop = about if tables.reads(possible) else loop
     _, possible = truth(contribution(loop), known.span, known.parts)
     # What is known of positions alone is solved for the loop's ends already, but for what differs from one position of
     # a table to the next.
