@@ -49,7 +49,7 @@ def reach(e: Expr, test: Expr, outcome: bool, known: Known) -> Reach:
 
     Args:
       test: a bool expression.
-      known: what an expression can be where that is known as a whole; None elsewhere.
+      known: what an expression can be that its parts do not show to be finite; None where that is not known.
     """
     return _Reaches({test: outcome, negate(test): not outcome}, known).of(e)
 
@@ -61,14 +61,13 @@ class _Reaches:
 
     def of(self, e: Expr) -> Reach:
         if e not in self.found:
-            self.found[e] = self._of(e)
+            found = self._of(e)
+            self.found[e] = found if found.is_finite else self.known(e) or found
         return self.found[e]
 
     def _of(self, e: Expr) -> Reach:
         if e in self.outcomes:
             return Reach(self.outcomes[e], self.outcomes[e])
-        if (found := self.known(e)) is not None:
-            return found
         if isinstance(e, Const):
             value = float(e.value)
             return ANYTHING if math.isnan(value) else Reach(value, value)

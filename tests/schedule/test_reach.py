@@ -126,6 +126,7 @@ TWICE: dict[str, Callable[[Tensor], Tensor]] = {
     "threshold": lambda p: torch.where(p > 0.01, p, 0.0),
     "clamp": lambda p: p.clamp(max=0.3),
     "root": lambda p: p.sqrt(),
+    "numbers": torch.nan_to_num,
     "sharp": lambda p: p.pow(1.5) / p.pow(1.5).sum(-1, keepdim=True),
     "positive": lambda p: F.relu(p - 0.01),
 }
