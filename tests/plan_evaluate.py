@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -130,6 +130,11 @@ class PlanRun:
                 here = (start // side >= begin) & (start // side < end)
                 new = {name: np.where(here, x, now[name]) for name, x in new.items()}
             now = new
+        if loop.settled and self.bounded:
+            # Tiles, and not rows alone, go on; for what is computed that is the same.
+            every = self.loop(replace(loop, lower=None, upper=None, settled=()), outer, first, last)
+            hold = np.logical_and.reduce([now[name] >= least for name, least in loop.settled])
+            now = {name: np.where(hold, x, every[name]) for name, x in now.items()}
         return now
 
     def _runs(self, loop: Loop, side: int, outer: Held) -> tuple[np.ndarray, np.ndarray]:

@@ -156,7 +156,7 @@ class Loops:
                 size = jnp.abs(x.array)
                 good = (size > least) & (size < most) if s.name in totals else size < jnp.inf
                 close = close & self._everywhere(good, x.axes)
-        return close
+        return close & self._are_settled(loop, found)
 
     def _are_finite(self, names: Sequence[str]) -> Array:
         """Whether what earlier loops made is finite, and no sum is 0, for all of the tile."""
@@ -219,7 +219,21 @@ class Loops:
             # One tile, and no loop, which would take registers from the others, and make them test each index.
             there = (first <= ragged) & (ragged < last)
             carry = lax.cond(there, lambda c: tile(ragged, c, whole=False), lambda c: c, carry)
+        if loop.settled:
+            found = {s.name: self._tile(s, x) for s, x in zip(loop.steps, carry, strict=True)}
+            length = jnp.maximum(last - first, 0)
+            left = jnp.where(self._are_settled(loop, found), 0, ev.tiles(loop.axis, side) - length)
+            carry = lax.fori_loop(
+                jnp.int32(0), left, lambda n, c: tile(n + jnp.where(n >= first, length, 0), c, whole=False), carry
+            )
         return carry
+
+    def _are_settled(self, loop: Loop, found: dict[str, Tile]) -> Array:
+        """Whether the maxima of all of the tile are above what masks put in the place of scores."""
+        hold = jnp.bool_(True)
+        for name, least in loop.settled:
+            hold = hold & self._everywhere(found[name].array >= least, found[name].axes)
+        return hold
 
     def _interior(self, loop: Loop, interior: Interior, side: int, first: Array, last: Array) -> tuple[Array, Array]:
         """First tile from `first` to `last` that lies inside of the loop's interior whole, and one past the last."""

@@ -84,7 +84,9 @@ class Loop:
     Tiles inside of `interior` leave masks out.
 
     With `finite`, names of what earlier loops made, the bounds hold where these are finite numbers, and sums not 0, for
-    the whole tile; elsewhere the loop runs over all indices, for what a mask hides is NaN then.
+    the whole tile; elsewhere the loop runs over all indices, for what a mask hides is NaN then. With `settled`, they
+    hold where the loop leaves maxima that are as large as this; elsewhere it goes on with the indices outside of them,
+    for a row of nothing but a large negative number has all of them count.
 
     With `parts`, a grid axis, the range within the bounds is shared out: the program at index n of that axis
     runs its n-th part alone, in whole tiles. Parts may be empty.
@@ -101,6 +103,7 @@ class Loop:
     parts: Axis | None = None
     guesses: tuple[Guess, ...] = ()
     finite: tuple[str, ...] = ()
+    settled: tuple[tuple[str, float], ...] = ()
 
 
 def bounds_of(loop: Loop) -> tuple[Expr | None, ...]:
@@ -190,7 +193,8 @@ def without_maxima(loop: Loop) -> Loop:
     """The steps of a loop that knows the maxima it has guesses of: its sums are never multiplied."""
     known = {g.maximum for g in loop.guesses}
     steps = (s for s in loop.steps if s.name not in known)
-    return replace(loop, steps=tuple(replace(s, correct=None) for s in steps if isinstance(s, Accumulator)), guesses=())
+    sums = tuple(replace(s, correct=None) for s in steps if isinstance(s, Accumulator))
+    return replace(loop, steps=sums, guesses=(), settled=())
 
 
 def is_by_thread(plan: KernelPlan, loop: Loop) -> bool:

@@ -113,6 +113,7 @@ def plan_text(plan: KernelPlan) -> str:
         span = f"{low or 0} .. {high or loop.axis.extent}"
         part = f", part {loop.parts.name} of {loop.parts.extent}" if loop.parts is not None else ""
         every = f", all unless {', '.join(loop.finite)} finite" if loop.finite else ""
+        every += "".join(f", all unless {name} gets to {least:g}" for name, least in loop.settled)
         lines.append(f"  for {loop.axis.name} in {span} by {tile(loop.axis)}{part}  (of {loop.axis.extent}{every})")
         if inner:
             lines.append(f"    # no masks in {inner[0] or 0} .. {inner[1] or loop.axis.extent}")

@@ -145,3 +145,25 @@ def test_a_second_pass_skips_where_the_first_ended_with_numbers(name: str, unsee
     second = [loop for k in graph.kernels for loop in k.loops if loop.finite]
     assert second and all(loop.upper is not None for loop in second)
     run_and_check(fn, fl.compile(fn), given, name=name)
+
+
+@pytest.mark.parametrize("hidden", [-1e9, torch.finfo(torch.float32).min, -10000.0])
+@pytest.mark.parametrize("unseeing, window", [(S, None), (S, 30), (100, None), (100, 30)])
+def test_masks_of_large_negative_numbers_are_skipped(hidden: float, unseeing: int, window: int | None) -> None:
+    """Rows of nothing else take the mean of all values, those of skipped tiles too."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = torch.arange(S)
+        out = (at[None] > at[:, None]) | (at[:, None] >= unseeing)
+        if window is not None:
+            out |= at[:, None] - at[None] > window
+        return (q @ k.mT / 4).masked_fill(out, hidden).softmax(-1) @ v
+
+    given = [torch.randn(1, 2, S, 16) for _ in range(3)]
+    ((kernel,),) = (graph.kernels for graph in explain(fn, *given).graphs)
+    (loop,) = kernel.loops
+    assert loop.settled and loop.upper is not None and (loop.lower is not None or window is None)
+    run_and_check(fn, fl.compile(fn), given, name=f"{hidden}")
+    low = [t.clone() for t in given]
+    low[0][:, :, 40:50] = 1e6  # scores that are below what the mask says, or far above
+    run_and_check(fn, fl.compile(fn), low, name=f"{hidden} and beyond")

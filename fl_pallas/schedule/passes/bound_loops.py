@@ -16,7 +16,7 @@ from ..expr import Axis, Const, Expr, Index, Op, Reduce, Ref, children, const, f
 from ..integer import Linear, bounds, linear
 from ..interior import constants
 from ..plan import Accumulator, Anchor, Interior, Loop, Step
-from ..reach import FINITE, Reach, reach
+from ..reach import FINITE, MOST, Reach, reach
 from ..remember import remembered
 
 Range = tuple[Expr | None, Expr | None]  # first index that can contribute, and one past the last
@@ -26,10 +26,11 @@ _EMPTY_HIGH = const(0, "i64")
 def bound_loop(loop: Loop, tiled: frozenset[Axis]) -> Loop:
     """`loop` with `lower` and `upper`; `tiled` are the grid axes whose tile is wider than one index."""
     lower, upper = solve(contribution(loop), loop.axis, tiled)
-    if (about := about_finite(loop)) is not loop:
-        narrower = solve(contribution(about), loop.axis, tiled)
-        if narrower != (lower, upper):
-            loop, (lower, upper) = about, narrower
+    for assuming in (about_finite, about_settled):
+        if (about := assuming(loop)) is not loop:
+            narrower = solve(contribution(about), loop.axis, tiled)
+            if narrower != (lower, upper):
+                loop, (lower, upper) = about, narrower
     return replace(loop, lower=lower, upper=upper, interior=_interior(loop, tiled))
 
 
@@ -41,13 +42,31 @@ def about_finite(loop: Loop) -> Loop:
     return about if contribution(about) is not contribution(loop) else loop
 
 
+def about_settled(loop: Loop) -> Loop:
+    """`loop` with `settled`, if more can be said of what contributes where its maxima are above what masks put in the
+    place of scores (-1e9, the least number of a type): weights of that are 0 then."""
+    least: dict[str, float] = {}
+    for s in loop.steps:
+        if isinstance(s, Accumulator) and s.kind == "max" and s.correct is None:
+            masked = (
+                reach(s.update, t, outcome, lambda _: None) for t in _selecting(s.update) for outcome in (True, False)
+            )
+            hidden = [r.low for r in masked if r.is_only(r.low) and -math.inf < r.low <= HIDDEN]
+            least |= {s.name: max(hidden) / 2} if hidden else {}
+    about = replace(loop, settled=tuple(least.items()))
+    return about if least and contribution(about) is not contribution(loop) else loop
+
+
 def contribution(loop: Loop) -> Expr:
     """A condition without which every accumulator of `loop` receives its identity."""
     condition: Expr = FALSE
+    settled = dict(loop.settled)
     finite = frozenset((*loop.finite, *(s.name for s in loop.steps if isinstance(s, Anchor))))
     for step in loop.steps:
         if isinstance(step, Accumulator):
-            condition = op("or", condition, contributes(step.update, step.kind, finite), dtype="bool")
+            least = settled.get(step.name, -math.inf)
+            part = contributes(step.update, step.kind, finite, loop.settled, least)
+            condition = op("or", condition, part, dtype="bool")
     return condition
 
 
@@ -87,34 +106,54 @@ def narrowed(a: Expr | None, b: Expr | None, name: str) -> Expr | None:
     return _join(a, b, name, False)
 
 
-def contributes(update: Expr, kind: str, finite: frozenset[str] = frozenset()) -> Expr:
-    """A condition without which `update` is the identity of `kind`.
+def contributes(
+    update: Expr,
+    kind: str,
+    finite: frozenset[str] = frozenset(),
+    settled: tuple[tuple[str, float], ...] = (),
+    least: float = -math.inf,
+) -> Expr:
+    """A condition without which `update` is the identity of `kind`, or no more than `least`, of a maximum.
 
     Loaded data is taken to be finite. A running or final value is not, unless it is one of `finite`, and then it is no
     sum that is 0 either: -inf - (-inf) and 0 · inf are NaN, as in the wholly masked row of a softmax, and must be kept.
     """
     if kind in _IDENTITIES:
         identity = _IDENTITIES[kind]
-        return _where_masked(_unless(update, identity, finite), update, identity, finite)
+        floor = max(identity, least) if kind == "max" else identity
+        return _where_masked(_unless(update, identity, finite), update, (identity, floor), finite, settled)
     return update if kind == "any" else TRUE
 
 
 _IDENTITIES = {"sum": 0.0, "max": -math.inf, "min": math.inf}
+# What masks put in the place of scores is this or less.
+HIDDEN = -9000.0
 
 
 @remembered
-def _where_masked(condition: Expr, update: Expr, identity: float, finite: frozenset[str]) -> Expr:
-    """`condition`, and that no mask in `update` makes it `identity`, whatever lies between: a maximum with 0, a
-    sigmoid, a test for what the mask has put there."""
+def _where_masked(
+    condition: Expr,
+    update: Expr,
+    nothing: tuple[float, float],
+    finite: frozenset[str],
+    settled: tuple[tuple[str, float], ...],
+) -> Expr:
+    """`condition`, and that no mask in `update` makes it `nothing`, from the one to the other number, whatever lies
+    between: a maximum with 0, a sigmoid, a test for what the mask has put there."""
+    known = dict(settled)
 
-    def known(e: Expr) -> Reach | None:
+    def whole(e: Expr) -> Reach | None:
+        if isinstance(e, Ref) and e.name in known:
+            return Reach(known[e.name], MOST)
         return FINITE if isinstance(e, Ref) and e.name in finite or _is_replaced_maximum(e) else None
 
     for test in _selecting(update):
         for outcome in (True, False):
             excluded = negate(test) if outcome else test
-            if not _asks(condition, excluded) and reach(update, test, outcome, known).is_only(identity):
-                condition = op("and", condition, excluded, dtype="bool")
+            if not _asks(condition, excluded):
+                found = reach(update, test, outcome, whole)
+                if not found.nan and nothing[0] <= found.low and found.high <= nothing[1]:
+                    condition = op("and", condition, excluded, dtype="bool")
     return condition
 
 
