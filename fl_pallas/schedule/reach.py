@@ -1,6 +1,6 @@
 """What a number can be, where a condition is known to hold: its least and greatest value, and whether it may be NaN.
 
-As for masks that are read off an expression (`passes/bound_loops.py`), loaded data is taken to be finite, and so is
+As for masks that are read off an expression (`passes/contributes.py`), loaded data is taken to be finite, and so is
 what is computed of finite numbers: an infinity is one that is written down, -inf of a mask. A running or final value
 (`Ref`) may be anything, unless it is known to be finite.
 """

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from fl_pallas.schedule.build import cast, negate, op, reduce, select
 from fl_pallas.schedule.expr import Axis, Expr, Op, const, free_axes, index, load, ref
-from fl_pallas.schedule.passes.bound_loops import bound_loop, contributes, solve
+from fl_pallas.schedule.passes.bound_loops import bound_loop, solve
+from fl_pallas.schedule.passes.contributes import contributes
 from fl_pallas.schedule.plan import Accumulator, Loop
 from fl_pallas.schedule.text import expr_text
 from tests.plan_evaluate import TileEvaluator

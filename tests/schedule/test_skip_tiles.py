@@ -16,7 +16,8 @@ from fl_pallas.schedule.build import negate, op
 from fl_pallas.schedule.expr import Axis, Expr, const, free_axes, index, load, ref
 from fl_pallas.schedule.interior import interior_steps
 from fl_pallas.schedule.passes import skip_tiles as skipping
-from fl_pallas.schedule.passes.bound_loops import contribution, masks
+from fl_pallas.schedule.passes.bound_loops import masks
+from fl_pallas.schedule.passes.contributes import contribution
 from fl_pallas.schedule.passes.skip_tiles import skip_tiles
 from fl_pallas.schedule.plan import Accumulator, Choices, KernelPlan, Loop, Store
 from fl_pallas.schedule.text import plan_text

@@ -14,8 +14,8 @@ from ..dtype import is_float
 from ..expr import Axis, Const, Expr, Index, Load, Reduce, const, free_axes, index, loads
 from ..inner import factors
 from ..integer import Linear, from_linear, linear, linear_bounds
-from .bound_loops import contributes
 from .by_cases import told, under_masks
+from .contributes import contributes
 from .covered import streamed
 from .fuse import Fused
 from .stream import parallel_axes

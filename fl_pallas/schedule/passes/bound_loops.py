@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ..build import FALSE, TRUE, negate, op, select, substitute
-from ..dtype import is_float
-from ..expr import Axis, Const, Expr, Index, Op, Reduce, Ref, children, const, free_axes, ref, ref_names, walk
+from ..expr import Axis, Const, Expr, Index, Op, Reduce, const, free_axes, ref, walk
 from ..integer import Linear, bounds, linear
 from ..interior import constants
-from ..plan import Accumulator, Anchor, Interior, Loop, Step
-from ..reach import FINITE, MOST, Reach, reach
+from ..plan import Accumulator, Interior, Loop, Step
 from ..remember import remembered
+from .contributes import about_finite, about_settled, contribution
 
 Range = tuple[Expr | None, Expr | None]  # first index that can contribute, and one past the last
 _EMPTY_HIGH = const(0, "i64")
@@ -32,42 +31,6 @@ def bound_loop(loop: Loop, tiled: frozenset[Axis]) -> Loop:
             if narrower != (lower, upper):
                 loop, (lower, upper) = about, narrower
     return replace(loop, lower=lower, upper=upper, interior=_interior(loop, tiled))
-
-
-def about_finite(loop: Loop) -> Loop:
-    """`loop` with `finite`, if more can be said of what contributes where earlier loops' results are finite."""
-    own = {n for s in loop.steps for n in (s.name, f"{s.name}.old")}
-    read = (n for s in loop.steps if isinstance(s, Accumulator) for n in sorted(ref_names(s.update) - own))
-    about = replace(loop, finite=tuple(dict.fromkeys(read)))
-    return about if contribution(about) is not contribution(loop) else loop
-
-
-def about_settled(loop: Loop) -> Loop:
-    """`loop` with `settled`, if more can be said of what contributes where its maxima are above what masks put in the
-    place of scores (-1e9, the least number of a type): weights of that are 0 then."""
-    least: dict[str, float] = {}
-    for s in loop.steps:
-        if isinstance(s, Accumulator) and s.kind == "max" and s.correct is None:
-            masked = (
-                reach(s.update, t, outcome, lambda _: None) for t in _selecting(s.update) for outcome in (True, False)
-            )
-            hidden = [r.low for r in masked if r.is_only(r.low) and -math.inf < r.low <= HIDDEN]
-            least |= {s.name: max(hidden) / 2} if hidden else {}
-    about = replace(loop, settled=tuple(least.items()))
-    return about if least and contribution(about) is not contribution(loop) else loop
-
-
-def contribution(loop: Loop) -> Expr:
-    """A condition without which every accumulator of `loop` receives its identity."""
-    condition: Expr = FALSE
-    settled = dict(loop.settled)
-    finite = frozenset((*loop.finite, *(s.name for s in loop.steps if isinstance(s, Anchor))))
-    for step in loop.steps:
-        if isinstance(step, Accumulator):
-            least = settled.get(step.name, -math.inf)
-            part = contributes(step.update, step.kind, finite, loop.settled, least)
-            condition = op("or", condition, part, dtype="bool")
-    return condition
 
 
 def _interior(loop: Loop, tiled: frozenset[Axis]) -> Interior | None:
@@ -104,143 +67,6 @@ def masks(steps: tuple[Step, ...]) -> Iterator[tuple[Expr, bool]]:
 def narrowed(a: Expr | None, b: Expr | None, name: str) -> Expr | None:
     """The tighter of two bounds: the max of lower ones, the min of upper ones."""
     return _join(a, b, name, False)
-
-
-def contributes(
-    update: Expr,
-    kind: str,
-    finite: frozenset[str] = frozenset(),
-    settled: tuple[tuple[str, float], ...] = (),
-    least: float = -math.inf,
-) -> Expr:
-    """A condition without which `update` is the identity of `kind`, or no more than `least`, of a maximum.
-
-    Loaded data is taken to be finite. A running or final value is not, unless it is one of `finite`, and then it is no
-    sum that is 0 either: -inf - (-inf) and 0 · inf are NaN, as in the wholly masked row of a softmax, and must be kept.
-    """
-    if kind in _IDENTITIES:
-        identity = _IDENTITIES[kind]
-        floor = max(identity, least) if kind == "max" else identity
-        return _where_masked(_unless(update, identity, finite), update, (identity, floor), finite, settled)
-    return update if kind == "any" else TRUE
-
-
-_IDENTITIES = {"sum": 0.0, "max": -math.inf, "min": math.inf}
-# What masks put in the place of scores is this or less.
-HIDDEN = -9000.0
-
-
-@remembered
-def _where_masked(
-    condition: Expr,
-    update: Expr,
-    nothing: tuple[float, float],
-    finite: frozenset[str],
-    settled: tuple[tuple[str, float], ...],
-) -> Expr:
-    """`condition`, and that no mask in `update` makes it `nothing`, from the one to the other number, whatever lies
-    between: a maximum with 0, a sigmoid, a test for what the mask has put there."""
-    known = dict(settled)
-
-    def whole(e: Expr) -> Reach | None:
-        if isinstance(e, Ref) and e.name in known:
-            return Reach(known[e.name], MOST)
-        return FINITE if isinstance(e, Ref) and e.name in finite or _is_replaced_maximum(e) else None
-
-    for test in _selecting(update):
-        for outcome in (True, False):
-            excluded = negate(test) if outcome else test
-            if not _asks(condition, excluded):
-                found = reach(update, test, outcome, whole)
-                if not found.nan and nothing[0] <= found.low and found.high <= nothing[1]:
-                    condition = op("and", condition, excluded, dtype="bool")
-    return condition
-
-
-def _asks(condition: Expr, test: Expr) -> bool:
-    """Whether a condition holds only where `test` does, by what it is made of."""
-    if not isinstance(condition, Op) or condition is test:
-        return condition is test or condition is FALSE
-    every = [_asks(a, test) for a in condition.args] if condition.name in ("and", "or") else [False]
-    return any(every) if condition.name == "and" else all(every)
-
-
-def _selecting(e: Expr) -> list[Expr]:
-    """The tests of selections in `e` that ask about positions and given data, and about no index bound in `e`."""
-    nodes = [*walk(e)]
-    inside = frozenset(n.axis for n in nodes if isinstance(n, Reduce))
-    tests = dict.fromkeys(n.args[0] for n in nodes if isinstance(n, Op) and n.name == "select")
-    return [t for t in tests if not free_axes(t) & inside and not any(map(_is_computed, walk(t)))]
-
-
-def _is_computed(e: Expr) -> bool:
-    return isinstance(e, (Ref, Reduce)) or is_float(e.dtype)
-
-
-@remembered
-def _unless(e: Expr, identity: float, finite: frozenset[str]) -> Expr:
-    """A condition that holds wherever `e` differs from `identity` (0, inf or -inf)."""
-
-    def unless(x: Expr, value: float, others: tuple[Expr, ...] = ()) -> Expr:
-        return _unless(x, value, finite) if all(_is_finite(o, finite) for o in others) else TRUE
-
-    def either(name: str, a: Expr, b: Expr) -> Expr:
-        return op(name, a, b, dtype="bool")
-
-    if isinstance(e, Const):
-        return const(not e.value == identity, "bool")
-    if not isinstance(e, Op):
-        return TRUE
-    if e.name == "select":
-        test, then, other = e.args
-        left = either("and", test, unless(then, identity))
-        return either("or", left, either("and", negate(test), unless(other, identity)))
-    if e.name in ("mul", "add", "sub", "div") and (identity or e.name in ("mul", "div")):
-        a, b = e.args
-        if identity == 0.0:
-            right = TRUE if e.name == "div" else unless(b, 0.0, (a,))
-            return either("and", unless(a, 0.0, (b,)), right)
-        if e.name in ("add", "sub"):
-            right = unless(b, identity if e.name == "add" else -identity, (a,))
-            return either("and", unless(a, identity, (b,)), right)
-        return unless(a, identity) if _is_positive(b) else TRUE
-    if identity == 0.0:
-        if e.name in ("neg", "cast", "abs"):
-            return unless(e.args[0], 0.0)
-        if e.name in ("exp", "exp2"):
-            return unless(e.args[0], -math.inf)
-        if e.name in ("add", "sub"):
-            return either("or", unless(e.args[0], 0.0), unless(e.args[1], 0.0))
-    return TRUE
-
-
-def _is_positive(e: Expr) -> bool:
-    """Whether `e` is one of several positive numbers."""
-    if isinstance(e, Op) and e.name == "select":
-        return all(map(_is_positive, e.args[1:]))
-    return isinstance(e, Const) and e.value > 0
-
-
-def _is_finite(e: Expr, finite: frozenset[str]) -> bool:
-    """Whether `e` holds no running or final value that may be infinite or NaN."""
-    stack, seen = [e], {e}
-    while stack:
-        n = stack.pop()
-        if isinstance(n, Ref) and n.name not in finite:
-            return False
-        if not _is_replaced_maximum(n):
-            below = {c for c in children(n) if ref_names(c)} - seen
-            stack += below
-            seen |= below
-    return True
-
-
-def _is_replaced_maximum(e: Expr) -> bool:
-    """Whether `e` is a maximum, or something else where that is -inf."""
-    if isinstance(e, Op) and e.name == "select" and isinstance(e.args[0], Op) and e.args[0].name == "eq":
-        value, limit = e.args[0].args
-        return value is e.args[2] and isinstance(limit, Const) and limit.value == -math.inf
-    return False
 
 
 @remembered

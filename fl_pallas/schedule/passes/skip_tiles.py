@@ -34,7 +34,8 @@ from ..interior import constants, interior_steps
 from ..plan import Accumulator, Choices, Interior, KernelPlan, Loop, Store, bounds_of
 from ..spans import Span, truth
 from ..text import expr_text
-from .bound_loops import about_finite, contribution, masks, narrowed
+from .bound_loops import masks, narrowed
+from .contributes import about_finite, contribution
 
 # Below this extent a loop has too few tiles to pay for a kernel that looks at the masks' data, unless there are many
 # such loops: at the second extent, with so many scores in all.
