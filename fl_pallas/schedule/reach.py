@@ -17,7 +17,7 @@ from .dtype import is_float
 from .expr import Const, Expr, Index, Load, Op, Reduce, Ref, Size
 
 MOST = sys.float_info.max
-# What is smaller may be 0 where it is computed, and what is larger infinite; and how far a rounded number may be off.
+# What is smaller may be 0 where it is computed, in 32 bits; and how far a rounded number may be off.
 LEAST, ROUNDING = 1e-30, 2.0**-6
 
 
@@ -169,8 +169,8 @@ def _along(f: Callable[[float], float], a: Reach) -> Reach:
         low, high = f(a.low), f(a.high)
     except (ValueError, OverflowError):
         return _unknown(a)
-    low, high = (0.0 if abs(x) < LEAST else x for x in (low, high))
-    return _between(low, high, a)
+    # Less than LEAST may be 0 or not.
+    return _between(0.0 if 0 < low < LEAST else low, 0.0 if -LEAST < high < 0 else high, a)
 
 
 def _abs(a: Reach) -> Reach:
@@ -198,14 +198,18 @@ def _from(least: float, f: Callable[[float], float]) -> Callable[[float], float]
     return lambda x: -math.inf if x == least else f(x)
 
 
-def _exp(x: float) -> float:
-    return math.exp(min(x, 700.0)) if x != math.inf else x
+def _grows(f: Callable[[float], float]) -> Callable[[float], float]:
+    """An exponential, which Python has no large numbers for."""
+    return lambda x: f(min(x, 700.0)) if x != math.inf else x
+
+
+_exp = _grows(math.exp)
 
 
 _INCREASING: dict[str, Callable[[float], float]] = {
     "exp": _exp,
     "exp2": lambda x: _exp(x * math.log(2)),
-    "expm1": lambda x: _exp(x) - 1,
+    "expm1": _grows(math.expm1),
     "sigmoid": lambda x: 1 / (1 + _exp(-x)) if x != -math.inf else 0.0,
     "tanh": math.tanh,
     "erf": math.erf,

@@ -167,3 +167,23 @@ def test_masks_of_large_negative_numbers_are_skipped(hidden: float, unseeing: in
     low = [t.clone() for t in given]
     low[0][:, :, 40:50] = 1e6  # scores that are below what the mask says, or far above
     run_and_check(fn, fl.compile(fn), low, name=f"{hidden} and beyond")
+
+
+@pytest.mark.parametrize("low", [-30.0, -80.0])
+def test_small_weights_are_not_nothing(low: float) -> None:
+    """A row that sees nothing else is their mean, over all keys."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = torch.arange(S)
+        out = (at[None] > at[:, None]) | (at[:, None] >= 100)
+        w = (q @ k.mT / 4).masked_fill(out, low).exp()
+        return w / w.sum(-1, keepdim=True) @ v
+
+    run_and_check(fn, fl.compile(fn), [torch.randn(1, 2, S, 16) for _ in range(3)], name=f"{low}")
+
+
+def test_what_is_small_may_be_zero_where_it_is_computed() -> None:
+    for value, decided in ((-50.0, 1), (-80.0, 0), (-2000.0, 0)):
+        weight = o("exp", select(causal, n(value), score))
+        found = reach(o("lt", n(0.0), weight), causal, True, lambda _: None)
+        assert found.low == decided and found.high == (value > -1000)
