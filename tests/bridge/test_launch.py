@@ -66,6 +66,16 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
     return Recorded.made
 
 
+@pytest.fixture
+def hopper(recorded: list[Recorded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
+    """`recorded`, where kernels are compiled for a Hopper and kept in an empty folder."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "none")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(fl.config, "cache", str(tmp_path))
+    return recorded
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(q @ k.mT, dim=-1) @ v
 
@@ -188,14 +198,8 @@ class Compiled(Recorded):
         return launch._Launch(lambda *a: self.launches.append(a), lowered.programs, (), kernel)
 
 
-def test_what_is_kept_is_not_compiled(
-    recorded: list[Recorded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_kept_is_not_compiled(hopper: list[Recorded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither lowered nor compiled, and Triton's files are not hashed; compiled again where its code is gone."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "none")
-    monkeypatch.setattr(fl.config, "cache", str(tmp_path))
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     counted: list[Lowered] = []
     monkeypatch.setattr(cubin, "compile_kernel", lambda *a: counted.append(a[0]) or compile_kernel(*a))
@@ -231,13 +235,8 @@ def twice(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return p @ v, (p / p.sum(-2, keepdim=True)) @ v
 
 
-def test_kernels_of_a_region_are_compiled_side_by_side(
-    recorded: list[Recorded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_of_a_region_are_compiled_side_by_side(hopper: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first of them is launched, and each once."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(fl.config, "cache", str(tmp_path))
     happened: list[str] = []
     waiting = threading.Barrier(3)
 
@@ -250,8 +249,8 @@ def test_kernels_of_a_region_are_compiled_side_by_side(
     loaded = Compiled._load
     monkeypatch.setattr(Compiled, "_load", lambda *a: happened.append("loaded") or loaded(*a))
     compile_with(Compiled, twice)(*qkv())
-    assert len(recorded) == 3 and happened == ["compiled"] * 3 + ["loaded"] * 3
-    assert not any(kernel.family.fitted for kernel in recorded), "what was compiled has been taken"
+    assert len(hopper) == 3 and happened == ["compiled"] * 3 + ["loaded"] * 3
+    assert not any(kernel.family.fitted for kernel in hopper), "what was compiled has been taken"
 
 
 def two_layers(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
@@ -259,32 +258,25 @@ def two_layers(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
 
 
 def test_kernels_of_both_passes_are_compiled_by_the_first_call(
-    recorded: list[Recorded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hopper: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of all regions, for what the graphs know of what each will be given."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(fl.config, "cache", str(tmp_path))
     monkeypatch.setattr(realise, "_launcher", lambda plan, *_: Compiled(plan))
     compiled: list[str] = []
     monkeypatch.setattr(fit, "fitting", lambda plan, *rest: compiled.append(plan.name) or fitting(plan, *rest))
     q, k, v = (t.requires_grad_() for t in qkv())
     out = fl.compile(two_layers)(q, k, v, torch.randn(16, 16, dtype=torch.bfloat16))
-    assert sum(bool(kernel.launches) for kernel in recorded) == 2
-    assert len(compiled) == len(recorded) > 4
+    assert sum(bool(kernel.launches) for kernel in hopper) == 2
+    assert len(compiled) == len(hopper) > 4
     out.sum().backward()
-    assert len(compiled) == len(recorded) and all(kernel.launches for kernel in recorded)
+    assert len(compiled) == len(hopper) and all(kernel.launches for kernel in hopper)
 
 
 def test_short_loops_of_many_lengths_take_a_narrow_tile(
-    recorded: list[Recorded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hopper: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of what is level at the length that is met, what loses least at others."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "none")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(fl.config, "cache", str(tmp_path))
     monkeypatch.setattr(launch, "_given", lambda found, many, own, index: (found, sizes_of(many, own))[0])
     monkeypatch.setattr(launch, "fastest", lambda runs: 0)
     monkeypatch.setattr(launch, "level", lambda runs, within: [*range(len(runs))])

@@ -80,10 +80,12 @@ def _bounded(loop: Loop, tables: _Tables) -> Loop:
     if not _pays(loop, tables.plan):
         return loop
     known = _Known(loop.axis, tables)
-    if not loop.finite and (about := about_finite(loop)) is not loop:
-        _, possible = truth(contribution(about), known.span, known.parts)
-        loop = about if tables.reads(possible) else loop
-    _, possible = truth(contribution(loop), known.span, known.parts)
+    about = loop if loop.finite else about_finite(loop)
+    _, possible = truth(contribution(about), known.span, known.parts)
+    if about is not loop and not tables.reads(possible):
+        about = loop
+        _, possible = truth(contribution(loop), known.span, known.parts)
+    loop = about
     # What is known of positions alone is solved for the loop's ends already, but for what differs from one position of
     # a table to the next.
     asks = free_axes(possible) & tables.single and loop.lower is None and loop.upper is None
