@@ -392,9 +392,6 @@ class DirectKernel:
             self.family.fitted[wanted.key] = fitted
         if len(fitted) == 1:
             return fitted[0], loaded(fitted[0])
-        # Triton's launcher is a C program of its own for each sequence of arguments, the same for kernels with as many
-        # descriptors: one of these has it compiled, and the others find it.
-        list(workers().map(loaded, {len(f.lowered.blocks): f for f in fitted}.values()))
         launches = [*workers().map(loaded, fitted)]
         plans = [replace(kernel, plan=kernel.plan.with_choices(f.choices)) for f in fitted]
         given = [_given(launch, general, own, index) for launch, general in zip(launches, plans, strict=True)]
@@ -420,25 +417,17 @@ class DirectKernel:
 
     def _load(self, lowered: Lowered, kernel: Any, index: int) -> _Launch:
         """A kernel that Triton has compiled, loaded on the device `index`."""
-        from ..kernels.cubin import starting, taking_descriptors  # triton is not everywhere
+        from ..kernels.launcher import load  # triton is not everywhere
 
         if kernel.metadata.global_scratch_size or kernel.metadata.profile_scratch_size:
             raise Unsupported(lowered.name, "Triton wants scratch memory for it")
-        blocks = tuple(zip(lowered.blocks, taking_descriptors(kernel), strict=True))
-        starting().exception()  # waits for it
+        blocks = tuple(zip(lowered.blocks, kernel.metadata.tensordesc_meta or (), strict=True))
         with torch.cuda.device(index):
             try:
-                run = kernel.run  # loads the code, and builds triton's launcher for this signature
+                made = load(kernel, *lowered.arguments, index)
             except Exception as e:  # out of shared memory, no C compiler, a driver too old, ...
                 raise Unsupported(lowered.name, f"cannot be loaded on {torch.cuda.get_device_name(index)}: {e}") from e
-        # launch_metadata, launch_enter_hook, launch_exit_hook: profilers that hook into triton are not served.
-        hooks = (kernel.packed_metadata, None, None, None)
-        if hasattr(run, "launch") and not hasattr(run, "arg_annotations"):
-            # Triton 3.6: its launcher less a look, at every call, at the scratch memory that this kernel has none of.
-            scratch = (run.launch_cooperative_grid, run.launch_pdl, None, None)
-            fixed = (kernel.function, *scratch, *hooks)
-            return _Launch(run.launch, lowered.programs, fixed, kernel, blocks=blocks)
-        return _Launch(run, lowered.programs, (kernel.function, *hooks), kernel, blocks=blocks)
+        return _Launch(made.run, lowered.programs, made.fixed, kernel, blocks=blocks)
 
 
 def _kept(wanted: Order, own: Laid) -> dict[str, Any] | None:

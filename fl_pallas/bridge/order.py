@@ -42,16 +42,21 @@ class Order:
         return capability(self.index)
 
     def lowered(self, plan: KernelPlan) -> Lowered:
-        """Its Triton IR under the choices of `plan`."""
-        return lowered(replace(self.kernel, plan=plan), self.aligned, self.capability)
+        """Its Triton IR under the choices of `plan`; what will launch it is begun."""
+        from ..kernels.launcher import launcher  # triton is not everywhere
+
+        made = lowered(replace(self.kernel, plan=plan), self.aligned, self.capability)
+        launcher(*made.arguments)
+        return made
 
     def fitted(self) -> tuple[Fitted, ...]:
         """It compiled under the first of its choices that fit, as many as are timed.
 
         Raises: Unsupported if none does.
         """
-        from ..kernels.cubin import hashing, starting  # triton is not everywhere
+        from ..kernels.cubin import hashing  # triton is not everywhere
         from ..kernels.fit import fitting
+        from ..kernels.launcher import starting
 
         starting()  # it ends while kernels are compiled
         # So would this, but a megabyte at a time, for each of which it would wait until Python is done elsewhere.

@@ -78,15 +78,8 @@ def hashing() -> Future[str]:
     return ThreadPoolExecutor(1).submit(triton_key)
 
 
-@functools.cache
-def starting() -> Future[Any]:
-    """Triton's driver, for which a C compiler runs where Triton's cache is empty: 0.4 s, begun in a thread here."""
-    return ThreadPoolExecutor(1).submit(lambda: triton.runtime.driver.active)
-
-
 # A thread does not live on in a forked process.
 os.register_at_fork(after_in_child=hashing.cache_clear)
-os.register_at_fork(after_in_child=starting.cache_clear)
 
 
 def compile_kernel(lowered: Lowered, capability: int) -> Any:
@@ -110,32 +103,13 @@ def settings() -> str:
     return str((sorted(get_cache_invalidating_env_vars().items()), knobs.nvidia.ptxas.path))
 
 
-@dataclass(frozen=True)
-class _Source:
-    """What Triton's launcher asks of a kernel's source: the types of its arguments."""
-
-    signature: dict[int, str]
-
-
-def taking_descriptors(kernel: Any) -> list[dict[str, Any]]:
-    """Lets a CompiledKernel be launched with ready descriptors; returns what Triton's metadata tells of each.
-
-    Triton's launcher would make them itself, at every launch, of arguments that its own frontend would add.
-    """
-    told: list[dict[str, Any]] = list(kernel.metadata.tensordesc_meta or ())
-    if told:
-        plain = {n: "nvTmaDesc" if "tensordesc" in kind else kind for n, kind in kernel.src.signature.items()}
-        kernel.src, kernel.metadata = _Source(plain), kernel.metadata._replace(tensordesc_meta=[])
-    return told
-
-
-def address(kernel: Any) -> dict[str, Any]:
-    """Where Triton's cache keeps a CompiledKernel, in JSON's types."""
+def address(kernel: Any) -> dict[str, str]:
+    """Where Triton's cache keeps a CompiledKernel."""
     (name,) = (name for name in kernel.metadata_group if name.endswith(".json"))
-    return {"hash": kernel.hash, "name": name, "signature": [str(kind) for kind in kernel.src.signature.values()]}
+    return {"hash": kernel.hash, "name": name}
 
 
-def kept_kernel(address: dict[str, Any]) -> Any | None:
+def kept_kernel(address: dict[str, str]) -> Any | None:
     """The CompiledKernel that Triton's cache keeps there; None if it is gone.
 
     `triton.compile` would find it too, once it has hashed Triton's own files, which the version of `fl_pallas.cache`
@@ -146,7 +120,7 @@ def kept_kernel(address: dict[str, Any]) -> Any | None:
         return None
     with contextlib.suppress(OSError):
         os.utime(group[address["name"]])  # what was used last is removed last
-    return CompiledKernel(_Source(dict(enumerate(address["signature"]))), group, address["hash"])
+    return CompiledKernel(None, group, address["hash"])
 
 
 @contextlib.contextmanager

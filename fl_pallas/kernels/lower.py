@@ -61,6 +61,11 @@ class Lowered:
     registers: int = 0
     blocks: tuple[Block, ...] = ()
 
+    @property
+    def arguments(self) -> tuple[int, int]:
+        """How many pointers its entry takes, and how many descriptors after them."""
+        return len(self.operands) + len(self.outputs), len(self.blocks)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -139,6 +139,15 @@ def test_many_lengths(name: str) -> None:
     assert len(family.members) <= (3 if name != "document_causal" else 6)
 
 
+def test_many_lengths_tuned(tmp_path: Path) -> None:
+    """Threads load kernels of different arguments at once, more than once: each is launched by its own launcher."""
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(fl.config, "cache", str(tmp_path))
+        compiled = fl.compile(softmax_attention, tune=6)
+        for seq in (500, 600, 300, 1200, 257):
+            run_and_check(softmax_attention, compiled, qkv(seq), name="vanilla")
+
+
 def test_a_function_keeps_its_family() -> None:
     """What fl.compile built for one length serves the next, through TorchDynamo's recompilations."""
     compiled = fl.compile(softmax_attention)
