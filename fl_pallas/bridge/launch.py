@@ -358,7 +358,8 @@ class DirectKernel:
 
     def _compiled(self, wanted: Order, operands: Sequence[torch.Tensor], own: Laid) -> tuple[_Launch, Choices]:
         """The kernel as it was kept on disk, or made; and under which choice."""
-        from ..kernels.cubin import address, compile_kernel, kept_kernel
+        from ..kernels.compiler import address
+        from ..kernels.cubin import compile_kernel, kept_kernel
 
         plan = wanted.kernel.plan
         kept = _kept(wanted, own)
@@ -379,13 +380,12 @@ class DirectKernel:
 
     def _best(self, wanted: Order, operands: Sequence[torch.Tensor], own: Laid) -> tuple[Fitted, _Launch]:
         """The kernel under the choice that is fastest, or fits first; and its code."""
-        from ..kernels.cubin import compile_kernel
         from ..kernels.fit import workers
 
         kernel, index = wanted.kernel, wanted.index
 
         def loaded(made: Fitted) -> _Launch:
-            return self._load(made.lowered, compile_kernel(made.lowered, wanted.capability), index)
+            return self._load(made.lowered, made.cubin.kernel, index)
 
         fitted = self.family.fitted.pop(wanted.key, None) or wanted.fitted()
         if kernel.sizes and not kernel.plan.minor:

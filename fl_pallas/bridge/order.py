@@ -18,6 +18,9 @@ from .dlpack import float32_products, matmul_precision
 if TYPE_CHECKING:
     from ..kernels.fit import Fitted
 
+# A choice that will be timed is compiled in up to so many ways: of two forms, about guesses, with fewer registers.
+WAYS = 4
+
 
 @dataclass(frozen=True)
 class Order:
@@ -54,19 +57,21 @@ class Order:
 
         Raises: Unsupported if none does.
         """
-        from ..kernels.cubin import hashing  # triton is not everywhere
+        from ..kernels import processes  # triton is not everywhere
+        from ..kernels.cubin import hashing
         from ..kernels.fit import fitting
         from ..kernels.launcher import starting
 
-        starting()  # it ends while kernels are compiled
-        # So would this, but a megabyte at a time, for each of which it would wait until Python is done elsewhere.
-        hashing().result()
+        # These end while kernels are written down.
+        processes.begin(WAYS * self.tune if self.tune > 1 else 1)
+        hashing()
+        starting()
         return fitting(self.kernel.plan, self.lowered, self.capability, self.tune)
 
 
 def order(kernel: Laid, aligned: tuple[int, ...], index: int, tune: int) -> Order:
     """A kernel to be compiled, of whose choices `tune` are timed where there are as many."""
-    from ..kernels.cubin import settings  # triton is not everywhere
+    from ..kernels.compiler import settings  # triton is not everywhere
 
     # Nothing can be timed while a CUDA graph is recorded.
     tune = 1 if torch.cuda.is_current_stream_capturing() else max(1, min(tune, 1 + len(kernel.plan.others)))

@@ -9,21 +9,23 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import triton
 from triton import knobs
-from triton._C.libtriton import get_cache_invalidating_env_vars, ir
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import CompiledKernel
 from triton.runtime.cache import get_cache_manager, triton_key
 
 from ..errors import Unsupported
+from .compiler import compiled as compiled_here
+from .compiler import settings
 from .listing import listing, told
 from .lower import Lowered
+from .processes import Ended, answer
 
 WARP = 32
 # The first ptxas without the error that `is_miscompiled` tells of.
@@ -41,6 +43,7 @@ class Cubin:
       stack: bytes of local memory of a thread; all of it spilled registers, for kernels have no arrays.
       shared: bytes of shared memory of a program.
       asm: the stages of the compilation by name: "ttir", "ttgir", "llir", "ptx".
+      kernel: triton's own CompiledKernel.
     """
 
     binary: bytes
@@ -49,6 +52,7 @@ class Cubin:
     stack: int
     shared: int
     asm: dict[str, str]
+    kernel: Any = field(default=None, repr=False)
 
 
 def simplified(lowered: Lowered, capability: int) -> Lowered:
@@ -74,8 +78,18 @@ def simplified(lowered: Lowered, capability: int) -> Lowered:
 
 @functools.cache
 def hashing() -> Future[str]:
-    """Triton's hash of its own files, which it looks kernels up by: 0.3 s of the first one, begun in a thread here."""
-    return ThreadPoolExecutor(1).submit(triton_key)
+    """Triton's hash of its own files, which it looks kernels up by: 0.3 s, begun here, in another process.
+
+    A thread would read them a megabyte at a time, and wait for its turn at Python after each.
+    """
+    return ThreadPoolExecutor(1).submit(_hash)
+
+
+def _hash() -> str:
+    try:
+        return answer({})["key"]
+    except (OSError, Ended):
+        return triton_key()
 
 
 # A thread does not live on in a forked process.
@@ -83,30 +97,43 @@ os.register_at_fork(after_in_child=hashing.cache_clear)
 
 
 def compile_kernel(lowered: Lowered, capability: int) -> Any:
-    """Compile Triton IR to triton's own CompiledKernel (launchable where there is a GPU).
+    """Compile Triton IR to triton's own CompiledKernel (launchable where there is a GPU), in another process.
 
     Raises: Unsupported, with the compiler's words.
     """
-    hashing().result()
+    options = {"num_warps": lowered.warps, "num_stages": lowered.stages, "enable_fp_fusion": True}
+    if lowered.registers:
+        options["maxnreg"] = lowered.registers
     with _file(lowered) as path:
-        options = {"num_warps": lowered.warps, "num_stages": lowered.stages, "enable_fp_fusion": True}
-        if lowered.registers:
-            options["maxnreg"] = lowered.registers
+        asked = {"path": path, "capability": capability, "options": options, "settings": settings()}
+        kept = _elsewhere({**asked, "key": hashing().result(), "cache": str(knobs.cache.dir)}, lowered.name)
+        if kept is not None and (kernel := kept_kernel(kept)) is not None:
+            return kernel
         try:
-            return triton.compile(path, target=GPUTarget("cuda", capability, WARP), options=options)
+            return compiled_here(path, capability, options)
         except Exception as e:  # LLVM, ptxas and MLIR each have their own
-            raise Unsupported(lowered.name, f"Triton cannot compile it for sm_{capability}: {e}") from e
+            raise _refusal(lowered.name, capability, e) from e
 
 
-def settings() -> str:
-    """What of the user's environment Triton's code depends on."""
-    return str((sorted(get_cache_invalidating_env_vars().items()), knobs.nvidia.ptxas.path))
+def _elsewhere(asked: dict[str, Any], name: str) -> dict[str, str] | None:
+    """Where Triton's cache keeps a kernel, once a process has compiled it; None if none can be started, or was under
+    other settings.
+
+    Raises: Unsupported.
+    """
+    try:
+        found = answer(asked)
+    except OSError:
+        return None
+    except Ended as e:
+        raise _refusal(name, asked["capability"], "its process ends") from e
+    if "error" in found:
+        raise _refusal(name, asked["capability"], found["error"])
+    return found or None
 
 
-def address(kernel: Any) -> dict[str, str]:
-    """Where Triton's cache keeps a CompiledKernel."""
-    (name,) = (name for name in kernel.metadata_group if name.endswith(".json"))
-    return {"hash": kernel.hash, "name": name}
+def _refusal(name: str, capability: int, why: object) -> Unsupported:
+    return Unsupported(name, f"Triton cannot compile it for sm_{capability}: {why}")
 
 
 def kept_kernel(address: dict[str, str]) -> Any | None:
@@ -150,7 +177,7 @@ def compiled(lowered: Lowered, capability: int) -> Cubin:
     kernel = compile_kernel(lowered, capability)
     binary, texts = kernel.asm["cubin"], {name: text for name, text in kernel.asm.items() if isinstance(text, str)}
     registers, stack = resources(binary)
-    return Cubin(binary, capability, registers, stack, kernel.metadata.shared, texts)
+    return Cubin(binary, capability, registers, stack, kernel.metadata.shared, texts, kernel)
 
 
 def check(cubin: Cubin, name: str) -> None:

@@ -13,7 +13,8 @@ from triton.runtime.build import compile_module_from_src
 from fl_pallas.bridge.dlpack import matmul_precision
 from fl_pallas.kernels import launcher
 from fl_pallas.kernels.blocks import ENGINE
-from fl_pallas.kernels.cubin import compile_kernel
+from fl_pallas.kernels.compiler import compiled
+from fl_pallas.kernels.cubin import _file
 from fl_pallas.kernels.lower import lower
 from tests.kernels.test_sizes import general, kernel
 
@@ -81,7 +82,8 @@ def test_as_many_arguments_as_the_code_takes(name: str, sizes: bool, engine: boo
     k = general(name) if sizes else kernel(name, 128)
     places = range(len(k.operands)) if engine else ()
     lowered = lower(k.plan, k.operands, matmul_precision(False), k.outputs, k.sizes, frozenset(places))
-    kinds = [*compile_kernel(lowered, ENGINE).src.signature.values()]
+    with _file(lowered) as path:
+        kinds = [*compiled(path, ENGINE, {"num_warps": lowered.warps}).src.signature.values()]
     pointers, descriptors = lowered.arguments
     assert all(kind.startswith("*") for kind in kinds[:pointers]) and len(kinds) == pointers + descriptors
     assert all("tensordesc" in kind for kind in kinds[pointers:]) and bool(descriptors) == engine

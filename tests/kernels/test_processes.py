@@ -1,0 +1,101 @@
+"""Kernels are compiled in processes of their own: as here, and whatever becomes of those."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from triton import knobs
+
+from fl_pallas.bridge.dlpack import matmul_precision
+from fl_pallas.errors import Unsupported
+from fl_pallas.kernels import cubin, processes
+from fl_pallas.kernels.compiler import compiled
+from fl_pallas.kernels.cubin import compile_kernel
+from fl_pallas.kernels.listing import listing
+from fl_pallas.kernels.lower import Lowered, lower
+from tests.kernels.test_sizes import kernel
+
+
+@pytest.fixture
+def lowered() -> Lowered:
+    k = kernel("vanilla", 128)
+    return lower(k.plan, k.operands, matmul_precision(False), k.outputs, k.sizes)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """The kernels that this process compiled itself; nothing was compiled before, and no process runs."""
+    found: list[str] = []
+    monkeypatch.setattr(cubin, "compiled_here", lambda path, *a: found.append(path) or compiled(path, *a))
+    processes._pool.end()
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path)
+        yield found
+    processes._pool.end()
+
+
+def test_as_here(lowered: Lowered, here: list[str], tmp_path: Path) -> None:
+    """Several at once give the code that this process would."""
+    warps = (2, 4, 8)
+    with ThreadPoolExecutor() as threads:
+        made = [*threads.map(lambda n: compile_kernel(replace(lowered, warps=n), 90), warps)]
+    assert not here
+    knobs.cache.dir = str(tmp_path / "another")
+    for n, found in zip(warps, made, strict=True):
+        with cubin._file(lowered) as path:
+            own = compiled(path, 90, {"num_warps": n, "num_stages": lowered.stages, "enable_fp_fusion": True})
+        # The path of the file it was made from is somewhere in it.
+        assert listing(own.asm["cubin"], 90) == listing(found.asm["cubin"], 90) and own.metadata == found.metadata
+
+
+def test_its_words(lowered: Lowered, here: list[str]) -> None:
+    with pytest.raises(Unsupported, match="num_warps must be"):
+        compile_kernel(replace(lowered, warps=3), 90)
+    assert compile_kernel(lowered, 90).asm["cubin"] and not here
+
+
+def test_a_process_that_has_ended(lowered: Lowered, here: list[str]) -> None:
+    """Another is asked."""
+    processes.begin(1)
+    (first,) = processes._pool._idle
+    first._popen.kill()
+    assert compile_kernel(lowered, 90).asm["cubin"] and not here
+
+
+def test_a_compiler_that_ends_its_process(
+    lowered: Lowered, here: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A choice that makes LLVM or MLIR abort is refused, and ends no process of the user's."""
+    program = tmp_path / "aborts.py"
+    program.write_text("import os, sys; sys.stdin.readline(); os.abort()")
+    with monkeypatch.context() as patch:
+        patch.setattr(processes.compiler, "__file__", str(program))
+        with pytest.raises(Unsupported, match="its process ends"):
+            compile_kernel(lowered, 90)
+    assert compile_kernel(lowered, 90).asm["cubin"] and not here
+
+
+def test_other_settings(lowered: Lowered, here: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user set since then, a process does not know."""
+    processes.begin(1)
+    monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
+    assert compile_kernel(lowered, 90).asm["cubin"] and len(here) == 1
+
+
+def test_none_can_be_started(lowered: Lowered, here: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise PermissionError("no processes here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refused)
+        processes.begin(4)
+        with pytest.raises(PermissionError):
+            processes.answer({})
+        monkeypatch.setattr(cubin, "answer", refused)
+    assert compile_kernel(lowered, 90).asm["cubin"] and len(here) == 1
