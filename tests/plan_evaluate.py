@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from fl_pallas.capture.aten import to_aten
 from fl_pallas.schedule.expr import Axis, Expr, Index, Ref, index
 from fl_pallas.schedule.interior import interior_steps
 from fl_pallas.schedule.pipeline import Schedule, schedule
-from fl_pallas.schedule.plan import Accumulator, KernelPlan, Loop, Step, bounds_of
+from fl_pallas.schedule.plan import FLOOR, Accumulator, KernelPlan, Loop, Step, bounds_of
 from fl_pallas.schedule.program import Program
 
 from .evaluate import _REDUCTIONS, Scope, _Evaluator, evaluate, storage
@@ -126,19 +126,26 @@ class PlanRun:
                 within = (low <= start) & (start + side <= np.asarray(high))
                 new = {name: np.where(within, bare[name], x) for name, x in new.items()}
             if runs is not None:
-                begin, end = runs
+                begin, end = self._own(loop, *runs)
                 here = (start // side >= begin) & (start // side < end)
                 new = {name: np.where(here, x, now[name]) for name, x in new.items()}
             now = new
-        if loop.settled and self.bounded:
+        if loop.settled and runs is not None and self.bounded:
+            begin, end = runs
+            length = np.maximum(end - begin, 0)
+            least, most = self._own(loop, np.array(0), -(-loop.axis.extent // side) - length)
             # Tiles, and not rows alone, go on; for what is computed that is the same.
-            every = self.loop(replace(loop, lower=None, upper=None, settled=()), outer, first, last)
-            hold = np.logical_and.reduce([now[name] >= least for name, least in loop.settled])
-            now = {name: np.where(hold, x, every[name]) for name, x in now.items()}
+            settled = np.logical_and.reduce([now[name] >= least for name, least in loop.settled])
+            for start in range(first, last, side):
+                n = start // side - np.where(start // side >= end, length, 0)
+                outside = (length == 0) | (start // side < begin) | (start // side >= end)
+                here = ~settled & outside & (least <= n) & (n < most)
+                new = self._tile(loop.steps, loop.axis, {**outer}, now, start, min(last, start + side))
+                now = {name: np.where(here, x, now[name]) for name, x in new.items()}
         return now
 
     def _runs(self, loop: Loop, side: int, outer: Held) -> tuple[np.ndarray, np.ndarray]:
-        """First tile of the loop that each program runs, and one past the last."""
+        """First tile of the loop that programs run, all its parts, and one past the last."""
         begin, end = np.array(0), np.array(-(-loop.axis.extent // side))
         low, high = self.limits(loop)[:2] if self.bounded else (None, None)
         if low is not None:
@@ -149,6 +156,14 @@ class PlanRun:
             # Tiles, and not rows alone, do without bounds; for what is computed that is the same.
             hold = np.isfinite(outer[name]) & (outer[name] != 0)
             begin, end = np.where(hold, begin, 0), np.where(hold, end, -(-loop.axis.extent // side))
+        for load in loop.above if self.bounded else ():
+            found = TileEvaluator(self.known, {}, {loop.axis: (0, loop.axis.extent)}).at(load, (*self.scope, loop.axis))
+            hold = (np.isfinite(found) & (found >= FLOOR)).all()
+            begin, end = np.where(hold, begin, 0), np.where(hold, end, -(-loop.axis.extent // side))
+        return begin, end
+
+    def _own(self, loop: Loop, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of these tiles those of each program."""
         if loop.parts is None:
             return begin, end
         part = TileEvaluator({}, {}).at(index(loop.parts), self.scope)

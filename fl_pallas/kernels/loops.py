@@ -9,8 +9,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from ..schedule.expr import Axis, Expr, Op, loads, ref_names, walk
+from ..schedule.inner import power_of_two
 from ..schedule.interior import bare
 from ..schedule.plan import (
+    FLOOR,
     Accumulator,
     Interior,
     KernelPlan,
@@ -34,6 +36,8 @@ Carry = tuple[Array, ...]
 # (in bfloat16: others have no such range, or precision to lose); how large sums of weights may become, and how small
 # (in float16, not as small); and below what there is no score, for masks add -10000 and less.
 SAMPLE, ABOVE, MOST, HIDDEN = 32, 50.0, 90.0, -7000.0
+# How many rows' maxima are looked at together, where a loop's bounds rest on all of them.
+LOOKED_AT = 1024
 
 
 class Loops:
@@ -130,7 +134,7 @@ class Loops:
         """What sums are taken about: more than the maxima of a loop's first indices, so that there is room on both
         sides; 0 where those say nothing of others, for a mask hides them."""
         ev, side = self.ev, self.plan.choices.tile(loop.axis) or 1
-        first, _ = self._bounds(loop, side)
+        first, _ = self._own(loop, *self._bounds(loop, side))
         first = jnp.minimum(first, self.ev.tiles(loop.axis, side) - jnp.int32(1))
         above = ABOVE if _multiplies_in(loop, "bf16") else 0.0
         bits = {g.maximum: g.bits for g in loop.guesses}
@@ -171,6 +175,24 @@ class Loops:
             hold = hold & self._everywhere(good, x.axes)
         return hold
 
+    def _are_above(self, loop: Loop) -> Array:
+        """Whether what a loop's bounds rest on is no less than FLOOR, and finite, all along its axis."""
+        ev = self.ev
+        if not loop.above:
+            return jnp.bool_(True)
+        side = min(LOOKED_AT, power_of_two(loop.axis.extent))
+
+        def look(n: Array, hold: Array) -> Array:
+            ev.push({loop.axis: n * jnp.int32(side)}, {loop.axis: side})
+            for e in loop.above:
+                x = ev.eval(e)
+                good = self._everywhere((x.array >= FLOOR) & (x.array < jnp.inf), x.axes)
+                hold = hold * good.astype(jnp.int32)
+            ev.pop()
+            return hold
+
+        return lax.fori_loop(0, ev.tiles(loop.axis, side), look, jnp.int32(1)) > 0
+
     def _everywhere(self, good: Array, axes: tuple[Axis, ...]) -> Array:
         """Whether something holds for all of a tile that lies inside of its axes."""
         for a in axes:
@@ -195,7 +217,8 @@ class Loops:
             ev.pop()
             return new
 
-        first, last = self._bounds(loop, side)
+        begin, end = self._bounds(loop, side)
+        first, last = self._own(loop, begin, end)
         # Tiles below this one lie inside of the axis whole.
         ragged = lax.div(self.ev.extent32(loop.axis), jnp.int32(side))
         whole = jnp.minimum(last, ragged)
@@ -203,7 +226,8 @@ class Loops:
             carry = lax.fori_loop(first, whole, tile, carry)
         else:
             # Where the interior lies does not hang on data for that, on which threads are not known to agree.
-            near = self._contributing(loop, side) if loop.finite and loop.parts is None else (first, last)
+            asks = bool(loop.finite or loop.above) and loop.parts is None
+            near = self._contributing(loop, side) if asks else (first, last)
             start, stop = self._interior(loop, loop.interior, side, near[0], jnp.minimum(near[1], ragged))
             if any(loads(bound) for bound in bounds_of(loop) if bound is not None):
                 # Threads are not known to agree where data says what is inside, and a branch takes longer then than a
@@ -221,10 +245,12 @@ class Loops:
             carry = lax.cond(there, lambda c: tile(ragged, c, whole=False), lambda c: c, carry)
         if loop.settled:
             found = {s.name: self._tile(s, x) for s, x in zip(loop.steps, carry, strict=True)}
-            length = jnp.maximum(last - first, 0)
-            left = jnp.where(self._are_settled(loop, found), 0, ev.tiles(loop.axis, side) - length)
+            # Of several parts, each goes on with its share: one that is settled knows that the sum of all is.
+            length = jnp.maximum(end - begin, 0)
+            start, stop = self._own(loop, jnp.int32(0), ev.tiles(loop.axis, side) - length)
+            stop = jnp.where(self._are_settled(loop, found), start, stop)
             carry = lax.fori_loop(
-                jnp.int32(0), left, lambda n, c: tile(n + jnp.where(n >= first, length, 0), c, whole=False), carry
+                start, stop, lambda n, c: tile(n + jnp.where(n >= begin, length, 0), c, whole=False), carry
             )
         return carry
 
@@ -249,12 +275,12 @@ class Loops:
         return jnp.clip(self.ev.eval(bound).array, 0, self.ev.extent32(loop.axis)).astype(jnp.int32)
 
     def _bounds(self, loop: Loop, side: int) -> tuple[Array, Array]:
-        """First tile of the loop that this program runs, and one past the last."""
+        """First tile of the loop that programs run, all its parts, and one past the last."""
         first, last = self._contributing(loop, side)
-        if loop.finite:
-            hold = self._are_finite(loop.finite)
+        if loop.finite or loop.above:
+            hold = self._are_finite(loop.finite) & self._are_above(loop)
             first, last = jnp.where(hold, first, 0), jnp.where(hold, last, self.ev.tiles(loop.axis, side))
-        return (first, last) if loop.parts is None else self._part(loop.parts, first, last)
+        return first, last
 
     def _contributing(self, loop: Loop, side: int) -> tuple[Array, Array]:
         """First tile of the loop that can contribute, and one past the last."""
@@ -265,11 +291,12 @@ class Loops:
             last = lax.div(self._clipped(loop.upper, loop) + jnp.int32(side - 1), jnp.int32(side))
         return first, last
 
-    def _part(self, parts: Axis, first: Array, last: Array) -> tuple[Array, Array]:
-        """This program's share of the tiles from `first` to `last`."""
-        here = self.ev.start(parts)
+    def _own(self, loop: Loop, first: Array, last: Array) -> tuple[Array, Array]:
+        """Of the tiles from `first` to `last` those of this program."""
+        if loop.parts is None:
+            return first, last
+        here, count = self.ev.start(loop.parts), self.ev.extent32(loop.parts)
         assert here is not None
-        count = self.ev.extent32(parts)
         share = lax.div(jnp.maximum(last - first, 0) + count - jnp.int32(1), count)
         start = jnp.minimum(first + here * share, last)
         return start, jnp.minimum(start + share, last)

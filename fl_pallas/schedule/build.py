@@ -235,6 +235,8 @@ def _absorb(args: tuple[Expr, ...], dtype: str, neutral: bool) -> Expr | None:
     for x, y in ((a, b), (b, a)):
         if isinstance(x, Const):
             return y if bool(x.value) is neutral else x
+    if negate(a) is b:
+        return const(not neutral, "bool")
     return a if a is b else None
 
 

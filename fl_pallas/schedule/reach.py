@@ -49,7 +49,7 @@ def reach(e: Expr, test: Expr, outcome: bool, known: Known) -> Reach:
 
     Args:
       test: a bool expression.
-      known: what an expression can be that its parts do not show to be finite; None where that is not known.
+      known: what is loaded can be, or an expression whose parts do not show that it is finite; None for not known.
     """
     return _Reaches({test: outcome, negate(test): not outcome}, known).of(e)
 
@@ -62,7 +62,8 @@ class _Reaches:
     def of(self, e: Expr) -> Reach:
         if e not in self.found:
             found = self._of(e)
-            self.found[e] = found if found.is_finite else self.known(e) or found
+            asks = isinstance(e, Load) or not found.is_finite
+            self.found[e] = asks and self.known(e) or found
         return self.found[e]
 
     def _of(self, e: Expr) -> Reach:

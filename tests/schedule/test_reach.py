@@ -15,10 +15,11 @@ from torch import Tensor
 
 import fl_pallas as fl
 from fl_pallas.schedule.build import cast, op, reduce, select
-from fl_pallas.schedule.expr import Axis, Expr, const, index, load, ref
+from fl_pallas.schedule.expr import Axis, Expr, const, index, load, loads, ref
+from fl_pallas.schedule.plan import bounds_of
 from fl_pallas.schedule.reach import MOST, Reach, reach
 from tests.evaluate import _Evaluator
-from tests.oracle import run_and_check
+from tests.oracle import check_gradients, run_and_check
 from tests.unrun import explain
 
 ROW, J, R = Axis("i", 5), Axis("j", 7), Axis("r", 3)
@@ -167,6 +168,69 @@ def test_masks_of_large_negative_numbers_are_skipped(hidden: float, unseeing: in
     low = [t.clone() for t in given]
     low[0][:, :, 40:50] = 1e6  # scores that are below what the mask says, or far above
     run_and_check(fn, fl.compile(fn), low, name=f"{hidden} and beyond")
+
+
+@pytest.mark.parametrize("hidden", [-1e9, -10000.0])
+@pytest.mark.parametrize("unseeing", [S, 100])
+def test_gradients_of_keys_skip_them_where_all_rows_see_something(hidden: float, unseeing: int) -> None:
+    """The gradient of a value is a sum over rows: of nothing, but for one that sees nothing else."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = torch.arange(S)
+        out = (at[None] > at[:, None]) | (at[:, None] >= unseeing)
+        return (q @ k.mT / 4).masked_fill(out, hidden).softmax(-1) @ v
+
+    given = [torch.randn(1, 2, S, 16) for _ in range(3)]
+    _, backward = explain(fn, *[t.clone().requires_grad_() for t in given]).graphs
+    loops = [loop for k in backward.kernels for loop in k.loops]
+    assert any(loop.above for loop in loops)
+    assert all(loop.lower is not None or loop.upper is not None for loop in loops)
+    check_gradients(fn, fl.compile(fn), given, name=f"{hidden}")
+
+
+PADDED = torch.tensor([300, 1100])
+
+
+@pytest.mark.parametrize("rows, gradients", [(1, False), (1100, False), (1100, True)])
+def test_padding_of_large_negative_numbers_is_skipped(rows: int, gradients: bool) -> None:
+    """Also where a loop's parts are different programs: one that sees padding alone has its share of it."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        padding = torch.arange(k.shape[-2]) >= PADDED.to(q.device)[:, None, None, None]
+        return (q @ k.mT / 4).masked_fill(padding, -1e9).softmax(-1) @ v
+
+    given = [torch.randn(2, 1, n, 16) for n in (rows, 1100, 1100)]
+    graph = explain(fn, *[t.clone().requires_grad_(gradients) for t in given]).graphs[-1]
+    masked = [loop for k in graph.kernels for loop in k.loops if loop.axis.extent > 64]
+    assert masked and all(loop.lower is not None or loop.upper is not None for loop in masked)
+    assert any(loop.settled or loop.above for loop in masked)
+    if not gradients:
+        run_and_check(fn, fl.compile(fn), given, name="padding")
+        given[1][0, :, 600:] = 1e3  # what padding hides is as large as may be
+        run_and_check(fn, fl.compile(fn), given, name="padding of large numbers")
+    else:
+        check_gradients(fn, fl.compile(fn), given, name="padding")
+
+
+def test_documents_apart_by_large_negative_numbers_are_skipped() -> None:
+    """By what a kernel finds of their ids; a token of no document sees nothing."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return (q @ k.mT / 4).masked_fill(a[:, None] != b[None], torch.finfo(q.dtype).min).softmax(-1) @ v
+
+    ids = torch.arange(1100) // 300
+    given = [*(torch.randn(1, 1, 1100, 16) for _ in range(3)), ids, ids.clone()]
+    for alone in (False, True):
+        if alone:
+            given[3][5] = 7
+        (graph,) = explain(fn, *given).graphs
+        bounds = [e for k in graph.kernels for loop in k.loops for e in bounds_of(loop) if e is not None]
+        assert any(loads(e) for e in bounds)
+        run_and_check(fn, fl.compile(fn), given, name="documents")
+        grads = [t.clone().requires_grad_(t.is_floating_point()) for t in given]
+        _, backward = explain(fn, *grads).graphs
+        assert any(loop.above and loop.upper is not None for k in backward.kernels for loop in k.loops)
+        check_gradients(fn, fl.compile(fn), given, name="documents")
 
 
 @pytest.mark.parametrize("low", [-30.0, -80.0])

@@ -16,7 +16,7 @@ from ..integer import Linear, bounds, linear
 from ..interior import constants
 from ..plan import Accumulator, Interior, Loop, Step
 from ..remember import remembered
-from .contributes import about_finite, about_settled, contribution
+from .contributes import ASSUMING, contribution
 
 Range = tuple[Expr | None, Expr | None]  # first index that can contribute, and one past the last
 _EMPTY_HIGH = const(0, "i64")
@@ -25,8 +25,8 @@ _EMPTY_HIGH = const(0, "i64")
 def bound_loop(loop: Loop, tiled: frozenset[Axis]) -> Loop:
     """`loop` with `lower` and `upper`; `tiled` are the grid axes whose tile is wider than one index."""
     lower, upper = solve(contribution(loop), loop.axis, tiled)
-    for assuming in (about_finite, about_settled):
-        if (about := assuming(loop)) is not loop:
+    for assuming in ASSUMING:
+        if (about := assuming(loop, tiled)) is not loop:
             narrower = solve(contribution(about), loop.axis, tiled)
             if narrower != (lower, upper):
                 loop, (lower, upper) = about, narrower
@@ -76,9 +76,7 @@ def solve(condition: Expr, axis: Axis, tiled: frozenset[Axis]) -> Range:
         return (None, None) if condition.value else (None, _EMPTY_HIGH)
     if not isinstance(condition, Op):
         return None, None
-    if axis not in free_axes(condition):
-        return _all_or_nothing(condition, axis, tiled)
-    if condition.name in ("and", "or"):
+    if condition.name == "and" or condition.name == "or" and axis in free_axes(condition):
         left, right = (solve(a, axis, tiled) for a in condition.args)
         outward = condition.name == "or"
         return _join(left[0], right[0], "min" if outward else "max", outward), _join(
@@ -87,6 +85,8 @@ def solve(condition: Expr, axis: Axis, tiled: frozenset[Axis]) -> Range:
     if condition.name == "not":
         inner = _without_not(condition)
         return (None, None) if inner is None else solve(inner, axis, tiled)
+    if axis not in free_axes(condition):
+        return _all_or_nothing(condition, axis, tiled)
     if _is_comparison(condition):
         return _solve_comparison(condition, axis, tiled, certain=False)
     return None, None

@@ -7,21 +7,20 @@ where a mask hides is followed up to it (`schedule/reach.py`).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from ..build import FALSE, TRUE, negate, op
 from ..dtype import is_float
-from ..expr import Const, Expr, Op, Reduce, Ref, children, const, free_axes, ref_names, walk
-from ..plan import Accumulator, Anchor, Loop
+from ..expr import Axis, Const, Expr, Load, Op, Reduce, Ref, children, const, free_axes, ref_names, walk
+from ..plan import FLOOR, HIDDEN, Accumulator, Anchor, Loop
 from ..reach import FINITE, MOST, Reach, reach
 from ..remember import remembered
 
 _IDENTITIES = {"sum": 0.0, "max": -math.inf, "min": math.inf}
-# What masks put in the place of scores is this or less.
-HIDDEN = -9000.0
 
 
-def about_finite(loop: Loop) -> Loop:
+def about_finite(loop: Loop, _: frozenset[Axis]) -> Loop:
     """`loop` with `finite`, if more can be said of what contributes where earlier loops' results are finite."""
     own = {n for s in loop.steps for n in (s.name, f"{s.name}.old")}
     read = (n for s in loop.steps if isinstance(s, Accumulator) for n in sorted(ref_names(s.update) - own))
@@ -29,7 +28,7 @@ def about_finite(loop: Loop) -> Loop:
     return about if contribution(about) is not contribution(loop) else loop
 
 
-def about_settled(loop: Loop) -> Loop:
+def about_settled(loop: Loop, _: frozenset[Axis]) -> Loop:
     """`loop` with `settled`, if more can be said of what contributes where its maxima are above what masks put in the
     place of scores (-1e9, the least number of a type): weights of that are 0 then."""
     least: dict[str, float] = {}
@@ -44,6 +43,27 @@ def about_settled(loop: Loop) -> Loop:
     return about if least and contribution(about) is not contribution(loop) else loop
 
 
+def about_above(loop: Loop, tiled: frozenset[Axis]) -> Loop:
+    """`loop` with `above`, if more can be said of what contributes where rows' maxima, which another kernel has made,
+    are above what masks put in the place of scores."""
+    updates = [s.update for s in loop.steps if isinstance(s, Accumulator)]
+    nodes = dict.fromkeys(n for e in updates for n in walk(e))
+    if not any(isinstance(n, Const) and -math.inf < n.value <= HIDDEN for n in nodes):
+        return loop
+    about = loop
+    for n in nodes:
+        # Not what would have to be looked at for each tile of the grid anew.
+        if isinstance(n, Load) and is_float(n.dtype) and not free_axes(n) & (tiled - {loop.axis}):
+            more = replace(loop, above=(n,))
+            if contribution(more) is not contribution(loop):
+                about = replace(about, above=(*about.above, n))
+    return about
+
+
+# What the bounds of a loop may rest on, for a kernel to ask; with the axes of which it takes tiles.
+ASSUMING: tuple[Callable[[Loop, frozenset[Axis]], Loop], ...] = (about_finite, about_settled, about_above)
+
+
 def contribution(loop: Loop) -> Expr:
     """A condition without which every accumulator of `loop` receives its identity."""
     condition: Expr = FALSE
@@ -52,7 +72,8 @@ def contribution(loop: Loop) -> Expr:
     for step in loop.steps:
         if isinstance(step, Accumulator):
             least = settled.get(step.name, -math.inf)
-            part = contributes(step.update, step.kind, finite, loop.settled, least)
+            about = (*loop.settled, *((load, FLOOR) for load in loop.above))
+            part = contributes(step.update, step.kind, finite, about, least)
             condition = op("or", condition, part, dtype="bool")
     return condition
 
@@ -61,10 +82,14 @@ def contributes(
     update: Expr,
     kind: str,
     finite: frozenset[str] = frozenset(),
-    settled: tuple[tuple[str, float], ...] = (),
+    about: tuple[tuple[str | Expr, float], ...] = (),
     least: float = -math.inf,
 ) -> Expr:
     """A condition without which `update` is the identity of `kind`, or no more than `least`, of a maximum.
+
+    Args:
+      finite: names of values that are.
+      about: values, by name, and loads that are no less than this, and finite.
 
     Loaded data is taken to be finite. A running or final value is not, unless it is one of `finite`, and then it is no
     sum that is 0 either: -inf - (-inf) and 0 · inf are NaN, as in the wholly masked row of a softmax, and must be kept.
@@ -72,7 +97,7 @@ def contributes(
     if kind in _IDENTITIES:
         identity = _IDENTITIES[kind]
         floor = max(identity, least) if kind == "max" else identity
-        return _where_masked(_unless(update, identity, finite), update, (identity, floor), finite, settled)
+        return _where_masked(_unless(update, identity, finite), update, (identity, floor), finite, about)
     return update if kind == "any" else TRUE
 
 
@@ -82,15 +107,16 @@ def _where_masked(
     update: Expr,
     nothing: tuple[float, float],
     finite: frozenset[str],
-    settled: tuple[tuple[str, float], ...],
+    about: tuple[tuple[str | Expr, float], ...],
 ) -> Expr:
     """`condition`, and that no mask in `update` makes it `nothing`, from the one to the other number, whatever lies
     between: a maximum with 0, a sigmoid, a test for what the mask has put there."""
-    known = dict(settled)
+    known = dict(about)
 
     def whole(e: Expr) -> Reach | None:
-        if isinstance(e, Ref) and e.name in known:
-            return Reach(known[e.name], MOST)
+        least = known.get(e.name if isinstance(e, Ref) else e)
+        if least is not None:
+            return Reach(least, MOST)
         return FINITE if isinstance(e, Ref) and e.name in finite or _is_replaced_maximum(e) else None
 
     for test in _selecting(update):

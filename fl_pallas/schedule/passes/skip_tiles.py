@@ -35,7 +35,7 @@ from ..plan import Accumulator, Choices, Interior, KernelPlan, Loop, Store, boun
 from ..spans import Span, truth
 from ..text import expr_text
 from .bound_loops import masks, narrowed
-from .contributes import about_finite, contribution
+from .contributes import ASSUMING, contribution
 
 # Below this extent a loop has too few tiles to pay for a kernel that looks at the masks' data, unless there are many
 # such loops: at the second extent, with so many scores in all.
@@ -80,12 +80,12 @@ def _bounded(loop: Loop, tables: _Tables) -> Loop:
     if not _pays(loop, tables.plan):
         return loop
     known = _Known(loop.axis, tables)
-    about = loop if loop.finite else about_finite(loop)
-    _, possible = truth(contribution(about), known.span, known.parts)
-    if about is not loop and not tables.reads(possible):
-        about = loop
-        _, possible = truth(contribution(loop), known.span, known.parts)
-    loop = about
+    _, possible = truth(contribution(loop), known.span, known.parts)
+    for assuming in ASSUMING:
+        if (about := assuming(loop, frozenset(tables.rows))) is not loop:
+            _, less = truth(contribution(about), known.span, known.parts)
+            if less is not possible and tables.reads(less):
+                loop, possible = about, less
     # What is known of positions alone is solved for the loop's ends already, but for what differs from one position of
     # a table to the next.
     asks = free_axes(possible) & tables.single and loop.lower is None and loop.upper is None

@@ -41,8 +41,6 @@ def split_loop(plan: KernelPlan, merger: str, target: Target) -> tuple[KernelPla
     if parts < 2:
         return (plan,)
     (loop,) = plan.loops
-    if loop.settled:  # which no part by itself can tell
-        loop = replace(loop, lower=None, upper=None, settled=())
     axis = Axis("p0", parts)
     names = {s.name: f"{plan.name}_{s.name}" for s in loop.steps}
     kept = tuple(
