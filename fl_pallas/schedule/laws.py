@@ -216,12 +216,26 @@ def _gated(t: Term, condition: Expr, scope: Scope) -> Term:
     if t.exponent is not None:
         exponent = select(condition, t.exponent, scope.const(-math.inf))
         kept = (*t.kept, condition) if exponent is not t.exponent and _may_be_least(t.exponent) else t.kept
-        return replace(t, exponent=exponent, chosen=True, kept=kept)
+        factors = tuple(_finite_where(condition, f, scope) for f in t.factors)
+        return replace(t, exponent=exponent, factors=factors, chosen=True, kept=kept)
     if t.factors:
         first, *rest = t.factors
-        rest = [select(condition, f, scope.const(1.0)) if _may_overflow(f) else f for f in rest]
+        rest = [_finite_where(condition, f, scope) for f in rest]
         return replace(t, factors=(select(condition, first, scope.const(0.0)), *rest))
     return replace(t, factors=(select(condition, scope.const(1.0), scope.const(0.0)),))
+
+
+def _finite_where(condition: Expr, f: Expr, scope: Scope) -> Expr:
+    """A factor that is not infinite where something else is 0 by choice; data may be, as the user knows who chose."""
+    risky = _may_overflow(f) or _is_data(f) and free_axes(condition) <= free_axes(f)
+    return select(condition, f, scope.const(1.0)) if risky else f
+
+
+def _is_data(e: Expr) -> bool:
+    """Whether floats are loaded for `e`, other than for its sums."""
+    if isinstance(e, Op):
+        return any(map(_is_data, e.args))
+    return isinstance(e, Load) and is_float(e.dtype)
 
 
 def _may_be_least(e: Expr) -> bool:
