@@ -39,7 +39,11 @@ def grow_regions(program: Program) -> Growth:
     seeds = [s for v in program.values if (s := join(program, v)) is not None]
     blown = [s for s in seeds if is_blow_up(program, s, seeds)]
     leading = [s for s in blown if not serves(program, s, blown)]
-    chosen = [s for s in leading if not ends(program, s, leading)]
+    chosen: list[Seed] = []
+    for s in leading:
+        # What another one's region ends with has no region of its own, which would end with a third.
+        if not ends(program, s, chosen):
+            chosen.append(s)
     grown: list[Seed] = []
     rejected: list[Rejected] = []
     tried: list[tuple[Seed, Blocker | None]] = []
