@@ -182,8 +182,9 @@ def _asks_again(program: Program, v: Value) -> bool:
 
 
 def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
-    """Whether the product that reduces `seed`, or a part of it, is itself a blow-up at least as large as that; or
-    reduces a larger one, and the seed is only a product, no larger than what is given or returned.
+    """Whether the product that reduces `seed`, or a part of it, is itself a blow-up at least as large as that; or it
+    reduces a larger one, and the seed is only a product, no larger than what is given or returned; or the seed is that
+    of features (few, or of few), and put together with others to more pairs, element by element, than it has of either.
 
     Then `seed` is part of an operand (the angles of a rotary embedding, queries and keys that are normalised, values
     that each head makes of a token), which that region may compute or read. So are features that a layer makes, of
@@ -194,6 +195,7 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     # What reduces a softmax, and is none (a gradient of values that few queries ask for), is its end.
     others = {s.value.name for s in seeds if s is not seed and (not own or _is_normalised(program, s))}
     larger = _weighing(program, seed, seeds)
+    least = min(math.prod(a.extent for a in side) for side in (seed.rows, seed.cols))
     seen: set[str] = set()
     stack = [seed.value.name]
     while stack:
@@ -207,6 +209,8 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
                     return True
                 if features and u.numel == part.numel:
                     stack.append(user)
+            elif user in others and u.numel > part.numel * least:
+                return True
             elif u.expr is not None:
                 stack.append(user)
     return False

@@ -74,6 +74,8 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
                 or _is_of_pairs(program, v)
                 or _is_by_distance(program, v, rows, cols)
             )
+        elif _is_statistic(program, v):
+            fits = True
         elif reductions(v.expr) or v.projection or (is_float(v.dtype) and _read_across(v, readers)):
             fits = False
         elif v.name in returned and is_rounded(program, v, members):
@@ -108,6 +110,28 @@ def _is_of_pairs(program: Program, v: Value) -> bool:
         for r in reductions(v.expr)
         for n in loads(r.body)
     )
+
+
+def _is_statistic(program: Program, v: Value) -> bool:
+    """Whether `v` sums up, along one side, pairs that are computed of less, and not read: decays, which a row's total
+    divides. PyTorch would store them."""
+    assert v.expr is not None
+    found = [(r, n) for r in reductions(v.expr) for n in loads(r.body) if r.axis in free_axes(n)]
+    return bool(found) and all(_is_computed_of_less(program, program.by_name[n.source]) for _, n in found)
+
+
+def _is_computed_of_less(program: Program, v: Value) -> bool:
+    """Whether `v` is made, element by element, of what has fewer elements all together."""
+    stack, seen, read = [v], {v.name}, 0
+    while stack:
+        u = stack.pop()
+        if u.expr is None or reductions(u.expr):
+            read += u.numel
+            continue
+        made = [program.by_name[name] for name in u.reads if name not in seen]
+        seen.update(m.name for m in made)
+        stack += made
+    return read < v.numel and v.expr is not None and not reductions(v.expr)
 
 
 def _is_by_distance(program: Program, v: Value, rows: frozenset[Axis], cols: frozenset[Axis]) -> bool:
