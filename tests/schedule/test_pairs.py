@@ -67,3 +67,27 @@ def test_features_that_a_layer_makes_are_read_by_the_pairs(device: torch.device)
         assert stored and not any(shape.count(n) > 1 and features in shape for shape in stored)
     run_and_check(gat, fl.compile(gat), given, name="gat")
     check_gradients(gat, fl.compile(gat), given, name="gat")
+
+
+def performer(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """Positive random features, in causal attention (Choromanski et al., 2021)."""
+
+    def features(x: Tensor) -> Tensor:
+        u = x @ w.mT / 4 - x.square().sum(-1, keepdim=True) / 32
+        return (u - u.amax(-1, keepdim=True).detach()).exp()
+
+    a = torch.tril(features(q) @ features(k).mT)
+    return (a @ v) / a.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("count", [16, 40])
+def test_feature_maps_of_queries_and_keys(count: int, device: torch.device) -> None:
+    """Also where they have more features than queries have."""
+    given = [torch.randn(shape, device=device) * 0.5 for shape in (*[(1, 2, S, 16)] * 3, (count, 16))]
+    for train in (False, True):
+        graphs = explain(performer, *[t.cpu().requires_grad_(train) for t in given]).graphs
+        assert not any(graph.fallbacks for graph in graphs) and len(graphs[0].kernels) == 1
+        stored = [s.shape for graph in graphs for k in graph.kernels for s in k.stores]
+        assert not any(shape.count(S) > 1 for shape in stored)
+    run_and_check(performer, fl.compile(performer), given, name="performer")
+    check_gradients(performer, fl.compile(performer), given, name="performer")

@@ -194,6 +194,9 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     features = has_weight(program, seed.value) and not is_exponent(program, seed.value)
     # What reduces a softmax, and is none (a gradient of values that few queries ask for), is its end.
     others = {s.value.name for s in seeds if s is not seed and (not own or _is_normalised(program, s))}
+    # But not what multiplies it by another: feature maps of queries and of keys.
+    every = {s.value.name for s in seeds if s is not seed}
+    maps = [n for n in every if has_weight(program, seed.value) and has_weight(program, program.by_name[n])]
     larger = _weighing(program, seed, seeds)
     least = min(math.prod(a.extent for a in side) for side in (seed.rows, seed.cols))
     seen: set[str] = set()
@@ -206,6 +209,8 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
             if u.expr is not None and reductions(u.expr):
                 large = features or u.numel >= part.numel
                 if user in others and large or any(_feeds(program, name, user) for name in larger):
+                    return True
+                if user in every and large and any(_feeds(program, name, user) for name in maps):
                     return True
                 if features and u.numel == part.numel:
                     stack.append(user)
