@@ -88,7 +88,8 @@ def verify_operands(program: Program, members: Iterable[str], plans: Iterable[Ke
         unknown = set(operand_names(plan)) - there.keys()
         check.that(not unknown, f"it loads {sorted(unknown)}, which its region does not read")
         for node in {n for e in expressions(plan) for n in loads(e)}:
-            spans = zip(map(bounds, node.index), there[node.source])
+            check.load(node, len(there[node.source]))
+            spans = zip(map(bounds, node.index), there[node.source], strict=True)
             beyond = any(span is not None and (span[1] < 0 or span[0] >= extent) for span, extent in spans)
             check.that(not beyond, f"{_brief(node)} lies beyond {node.source}, whose shape is {there[node.source]}")
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fl_pallas as fl
 from fl_pallas.schedule.expr import reductions
-from tests.oracle import run_and_check
+from tests.oracle import check_gradients, run_and_check
 from tests.programs import BY_NAME
 from tests.schedule.test_lay_out import heads_last, of_pairs
 from tests.unrun import explain, unrun
@@ -54,3 +55,29 @@ def test_later_kernels_load_the_sums_of_earlier_ones() -> None:
     *norms, last = (p for g in found.graphs for p in g.kernels)
     assert norms and all(sum(len(loop.steps) for loop in p.loops) == 2 for p in norms)
     assert sum(len(loop.steps) for loop in last.loops) == 1
+
+
+class Moved(nn.Module):
+    """Points that a network of each pair moves towards each other (an E(n)-equivariant layer)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.Sequential(nn.Linear(17, 12), nn.SiLU(), nn.Linear(12, 12), nn.SiLU(), nn.Linear(12, 1))
+
+    def forward(self, nodes: Tensor, points: Tensor) -> Tensor:
+        size = (*points.shape[:2], points.shape[1], nodes.shape[2])
+        apart = points[:, :, None] - points[:, None]
+        known = nodes[:, :, None].expand(size), nodes[:, None].expand(size), apart.square().sum(-1, keepdim=True)
+        return (apart * self.pairs(torch.cat(known, -1))).mean(2)
+
+
+@pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")  # what linear layers read of pairs is stored
+def test_sums_that_are_stored_over_flattened_pairs_are_loaded_so(device: torch.device) -> None:
+    """Linear layers have all pairs as one dimension; kernels that store what another loads have two axes of it."""
+    torch.manual_seed(0)
+    layer = Moved().to(device)
+    inputs = [torch.randn(1, 23, 8, device=device), torch.randn(1, 23, 3, device=device)]
+    check_gradients(layer, fl.compile(layer), inputs)
+    graphs = explain(layer, *(t.requires_grad_() for t in inputs)).graphs
+    stores = [s for p in graphs[-1].kernels for s in p.stores]
+    assert any(s.dims and 23 * 23 in s.shape for s in stores)

@@ -14,7 +14,7 @@ from fl_pallas.schedule.expr import Axis, Expr, const, index, load, raw_op, ref
 from fl_pallas.schedule.pipeline import schedule
 from fl_pallas.schedule.plan import Accumulator, Anchor, Choices, KernelPlan, Loop, Store
 from fl_pallas.schedule.program import Program, Value
-from fl_pallas.schedule.verify import verify_plan, verify_program
+from fl_pallas.schedule.verify import verify_operands, verify_plan, verify_program
 from tests.plan_evaluate import captured
 from tests.programs import BY_NAME
 
@@ -246,6 +246,20 @@ def test_store_line_is_marked() -> None:
         verify_plan(with_store(expr=NOWHERE))
     (marked,) = (line for line in str(caught.value).splitlines() if line.startswith(">"))
     assert marked.startswith(">   store out[")
+
+
+def test_a_load_has_an_index_for_each_dimension() -> None:
+    """Of an operand, and of what an earlier kernel stores."""
+
+    def storing(name: str, expr: Expr) -> KernelPlan:
+        return KernelPlan(name, (A0,), (), (), (Store(name, (A0,), "f32", expr),), "f32", Choices(((A0, 4),)))
+
+    first, second = storing("y", x_at(AT0, const(1, "i64"))), storing("z", load("y", (AT0,), "f32"))
+    verify_operands(program(), (), [first, second])
+    with pytest.raises(ScheduleError, match="kernel y: .* has 1 indices, x has 2 axes"):
+        verify_operands(program(), (), [storing("y", x_at(AT0))])
+    with pytest.raises(ScheduleError, match="kernel z: .* has 2 indices, y has 1 axes"):
+        verify_operands(program(), (), [first, storing("z", load("y", (AT0, AT0), "f32"))])
 
 
 def test_types_of_a_plan() -> None:

@@ -155,7 +155,9 @@ def _with_loads(o: Output, known: list[Output]) -> Output:
         for other in known:
             place = renaming(r, other.expr)
             if place is not None:
-                held[r] = load(other.name, tuple(index(place[a]) for a in other.axes), other.dtype)
+                # A dimension may be several of the axes, flattened.
+                at = {a: index(b) for a, b in place.items()}
+                held[r] = load(other.name, tuple(substitute(i, at) for i in other.index), other.dtype)
                 break
     return replace(o, expr=substitute(o.expr, {}, held)) if held else o
 

@@ -40,6 +40,10 @@ class Output:
     expr: Expr
     dims: tuple[tuple[Expr, int], ...] = ()
 
+    @property
+    def index(self) -> tuple[Expr, ...]:
+        return tuple(i for i, _ in self.dims) if self.dims else tuple(map(index, self.axes))
+
 
 @dataclass(frozen=True)
 class Fused:

@@ -166,7 +166,8 @@ def _without_copies(groups: Groups, stored: Output, results: Collection[str]) ->
     copies: dict[str, tuple[Axis, ...]] = {}
     orders: dict[str, tuple[Expr, ...]] = {}
     for o in (o for g in groups for o in g.outputs if o.name not in results and o.dtype == stored.dtype):
-        if isinstance(o.expr, Load) and o.expr.source == stored.name and free_axes(o.expr) == {*o.axes}:
+        # (Where dimensions are axes flattened, others read it by those.)
+        if not o.dims and isinstance(o.expr, Load) and o.expr.source == stored.name and free_axes(o.expr) == {*o.axes}:
             copies[o.name], orders[o.name] = o.axes, o.expr.index
 
     def rule(n: Expr) -> Expr:
