@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ..build import rewrite, substitute
 from ..dtype import compute_dtype, is_float
-from ..expr import Axis, Expr, Load, Op, Reduce, free_axes, index, load, loads, reductions, ref, sources, walk
+from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, index, load, loads, reductions, ref, sources, walk
 from ..integer import bounds
 from ..program import Value
 from ..remember import remembered
@@ -325,7 +325,14 @@ def _is_spread(o: Output, r: Reduce, parallel: frozenset[Axis]) -> bool:
 
 def _around(e: Expr, r: Reduce) -> frozenset[Axis]:
     """Axes of the inner reductions that remain when `r` is known: the work that would repeat it."""
-    held = ref("%cut", tuple(free_axes(r)), r.dtype)
-    rest = substitute(e, {}, {r: held})
-    inner = [n for n in reductions(rest) if free_axes(n) & free_axes(r)]
-    return frozenset().union(*(free_axes(n) for n in inner if held not in set(walk(n))))
+    found = set[Axis]()
+    stack, seen = [e], set[Expr]((r,))
+    while stack:
+        n = stack.pop()
+        if n in seen:
+            continue
+        seen.add(n)
+        stack += children(n)
+        if isinstance(n, Reduce) and free_axes(n) & free_axes(r) and r not in reductions(n):
+            found |= free_axes(n)
+    return frozenset(found)
