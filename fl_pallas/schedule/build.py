@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import Unsupported
@@ -42,7 +42,6 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 }
 NEGATED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
 TRUE, FALSE = const(True, "bool"), const(False, "bool")
-_fresh = itertools.count()
 # Below, every floating type has each whole number and the next.
 EXACT = 2**8
 # Nodes that one substitution may visit: a second's work.
@@ -317,12 +316,16 @@ def reduce(kind: str, axis: Axis, body: Expr, dtype: str) -> Expr:
             return op("mul", cast(body, dtype), count, dtype=dtype) if axis.extent != 1 else cast(body, dtype)
         if kind != "prod" or axis.extent == 1:
             return cast(body, dtype)
-    taken = free_axes(body) - {axis}
-    names = (f"r{axis.extent}" + "'" * k for k in itertools.count())
-    target = next(a for a in (Axis(n, axis.extent) for n in names) if a not in taken)
+    target = _bound(axis, free_axes(body) - {axis})
     if target != axis:
         body = substitute(body, {axis: index(target)})
     return raw_reduce(kind, target, body, dtype)
+
+
+def _bound(axis: Axis, taken: Collection[Axis]) -> Axis:
+    """The axis that a reduction over `axis` binds, where all other axes of its body are `taken`."""
+    names = (f"r{axis.extent}" + "'" * k for k in itertools.count())
+    return next(a for a in (Axis(n, axis.extent) for n in names) if a not in taken)
 
 
 def reduce_over(kind: str, axes: Sequence[Axis], body: Expr, dtype: str) -> Expr:
@@ -356,68 +359,92 @@ def substitute(e: Expr, mapping: Mapping[Axis, Expr], replace: Mapping[Any, Expr
     Raises: Unsupported where reductions inside reductions make the expression too large to work on.
     """
     changed = {a: i for a, i in mapping.items() if i is not index(a)}
-    return _substitute(e, changed, dict(replace or {}), {}, [MAX_STEPS])
+    return _Substitution(dict(replace or {})).of(e, changed, {})
 
 
-def _substitute(
-    e: Expr, mapping: dict[Axis, Expr], replace: dict[Expr, Expr], memo: dict[Expr, Expr], left: list[int]
-) -> Expr:
-    made = memo.get(e) or replace.get(e)
-    if made is not None:
-        return made
-    left[0] -= 1
-    if left[0] < 0:
-        raise Unsupported(
-            "reductions inside reductions", f"more than {MAX_STEPS} steps to write one in terms of its operands"
-        )
-    if not replace and mapping.keys().isdisjoint(free_axes(e)):
-        return e
-    if isinstance(e, Index):
-        out = mapping.get(e.axis, e)
-    elif isinstance(e, Reduce):
-        axis, inner, known = e.axis, mapping, memo
-        if any(axis in free_axes(mapping[a]) for a in mapping.keys() & free_axes(e)):
-            axis = Axis(f"%{next(_fresh)}", axis.extent)
-            inner, known = {**mapping, e.axis: index(axis)}, {}
-        elif axis in mapping:
-            inner, known = {a: i for a, i in mapping.items() if a != axis}, {}
-        body = _substitute(e.body, inner, replace, known, left)
-        out = e if body is e.body else reduce(e.kind, axis, body, e.dtype)
-    elif isinstance(e, Op) and e.name in RUNNING:
-        out = _substitute_running(e, mapping, replace, memo, left)
-    else:
-        out = with_children(e, tuple(_substitute(c, mapping, replace, memo, left) for c in children(e)))
-    memo[e] = out
-    return out
+class _Substitution:
+    """What one call of `substitute` has made.
 
+    Attributes:
+      replace: what stands in the place of nodes.
+      beside: the axes of that, which it keeps.
+      scopes: what has been made, by what the axes of a reduction's body become. (A body is met as often as it is read,
+        by a maximum and by the sum about it, and what is inside of it then as often as all paths to it.)
+      left: how many nodes may still be visited.
+    """
 
-def _substitute_running(
-    e: Op, mapping: dict[Axis, Expr], replace: dict[Expr, Expr], memo: dict[Expr, Expr], left: list[int]
-) -> Expr:
-    """A running sum elsewhere: up to the next index, or the last, it is that up to an index, and an element, or without
-    one. Tiles then have its blocks, and what it sums up knows nothing of where it ends."""
-    there = with_children(e, tuple(_substitute(c, mapping, replace, memo, left) for c in e.args))
-    assert isinstance(there, Op)
-    before, after = place_of(e), place_of(there)
-    if before is None or after is None or before[1]:
-        return there
-    axis, shift = after
-    for a in free_axes(e.args[0]) - free_axes(e.args[1]):
-        if axis in free_axes(mapping.get(a, index(a))):
-            raise Unsupported("a running sum", "it is looked up along its rows")
-    image = mapping.get(before[0], index(before[0]))
-    back = op("sub", image, const(shift, "i64"), dtype="i64") if abs(shift) == 1 else image
-    if not _is_of_blocks(e, before[0], back) and not _is_plain(e.args[0], before[0]):
-        raise Unsupported("a running sum", "of a part of its indices more would be known than of what it sums up")
-    if abs(shift) != 1:
-        return there
-    args = tuple(_substitute(c, {**mapping, before[0]: back}, replace, {}, left) for c in e.args)
-    name = _NEIGHBOUR.get((e.name, shift))
-    if name is not None:
-        return raw_op(name, args, e.dtype)
-    if e.name not in WHOLE:
-        return there
-    return op("add", raw_op(e.name, args, e.dtype), there.args[0], dtype=e.dtype)
+    def __init__(self, replace: dict[Expr, Expr]) -> None:
+        self.replace = replace
+        self.beside = frozenset[Axis]().union(*map(free_axes, replace.values()))
+        self.scopes: dict[frozenset[tuple[Axis, Expr]], dict[Expr, Expr]] = {}
+        self.left = MAX_STEPS
+
+    def of(self, e: Expr, mapping: dict[Axis, Expr], memo: dict[Expr, Expr]) -> Expr:
+        """`e` with axes replaced by `mapping`, of which `memo` holds what has been made."""
+        made = memo.get(e) or self.replace.get(e)
+        if made is not None:
+            return made
+        self.left -= 1
+        if self.left < 0:
+            raise Unsupported(
+                "reductions inside reductions", f"more than {MAX_STEPS} steps to write one in terms of its operands"
+            )
+        if not self.replace and mapping.keys().isdisjoint(free_axes(e)):
+            return e
+        if isinstance(e, Index):
+            out = mapping.get(e.axis, e)
+        elif isinstance(e, Reduce):
+            out = self._of_reduction(e, mapping, memo)
+        elif isinstance(e, Op) and e.name in RUNNING:
+            out = self._of_running(e, mapping, memo)
+        else:
+            out = with_children(e, tuple(self.of(c, mapping, memo) for c in children(e)))
+        memo[e] = out
+        return out
+
+    def _of_reduction(self, e: Reduce, mapping: dict[Axis, Expr], memo: dict[Expr, Expr]) -> Expr:
+        """A reduction elsewhere, bound at once to the axis that `reduce` would bind it to: with one more substitution
+        for each there would be twice as many with each reduction that is inside of another."""
+        axis, inner = e.axis, {a: mapping[a] for a in mapping.keys() & free_axes(e)}
+        images = frozenset[Axis]().union(*(free_axes(inner.get(a, index(a))) for a in free_axes(e)))
+        # (What stands in the place of nodes knows the axis by its name.)
+        if axis in images or not self.replace:
+            axis = _bound(axis, images | self.beside)
+        if axis != e.axis:
+            inner[e.axis] = index(axis)
+        if axis != e.axis or e.axis in mapping:
+            memo = self.scopes.setdefault(frozenset(inner.items()), {})
+        else:
+            inner = mapping
+        body = self.of(e.body, inner, memo)
+        return e if body is e.body else reduce(e.kind, axis, body, e.dtype)
+
+    def _of_running(self, e: Op, mapping: dict[Axis, Expr], memo: dict[Expr, Expr]) -> Expr:
+        """A running sum elsewhere: up to the next index, or the last, it is that up to an index, and an element, or
+        without one. Tiles then have its blocks, and what it sums up knows nothing of where it ends."""
+        there = with_children(e, tuple(self.of(c, mapping, memo) for c in e.args))
+        assert isinstance(there, Op)
+        before, after = place_of(e), place_of(there)
+        if before is None or after is None or before[1]:
+            return there
+        axis, shift = after
+        for a in free_axes(e.args[0]) - free_axes(e.args[1]):
+            if axis in free_axes(mapping.get(a, index(a))):
+                raise Unsupported("a running sum", "it is looked up along its rows")
+        image = mapping.get(before[0], index(before[0]))
+        back = op("sub", image, const(shift, "i64"), dtype="i64") if abs(shift) == 1 else image
+        if not _is_of_blocks(e, before[0], back) and not _is_plain(e.args[0], before[0]):
+            raise Unsupported("a running sum", "of a part of its indices more would be known than of what it sums up")
+        if abs(shift) != 1:
+            return there
+        at = {**mapping, before[0]: back}
+        args = tuple(self.of(c, at, {}) for c in e.args)
+        name = _NEIGHBOUR.get((e.name, shift))
+        if name is not None:
+            return raw_op(name, args, e.dtype)
+        if e.name not in WHOLE:
+            return there
+        return op("add", raw_op(e.name, args, e.dtype), there.args[0], dtype=e.dtype)
 
 
 def _is_of_blocks(e: Op, axis: Axis, image: Expr) -> bool:
