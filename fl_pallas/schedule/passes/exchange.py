@@ -44,6 +44,8 @@ MAX_PAIRINGS = 120
 # Terms of a sum that are looked at.
 MAX_TERMS = 64
 Binding = dict[Axis, Expr]
+_Alike = dict[tuple[Expr, Expr], int]
+_Bound = frozenset[tuple[Axis, Expr]]
 
 
 def exchange(
@@ -391,21 +393,21 @@ def _unify(known: Expr, other: Expr, binding: Binding) -> bool:
 
     The terms of arithmetic on indices come in any order: it tells of one axis, once all others are bound.
     """
-    return _unified(known, other, binding, {})
+    return _unified(known, other, binding, {}, {})
 
 
-def _unified(known: Expr, other: Expr, binding: Binding, alike: dict[tuple[Expr, Expr], int]) -> bool:
-    """`_unify`, where pairs are `alike` that were found so when so many axes were bound: what is part of many others is
-    looked at once."""
+def _unified(known: Expr, other: Expr, binding: Binding, alike: _Alike, inside: dict[_Bound, _Alike]) -> bool:
+    """`_unify`, where pairs are `alike` that were found so when so many axes were bound, and those `inside` of
+    reductions by what was bound in front of their bodies: what is part of many others is looked at once."""
     if alike.get((known, other)) == len(binding):
         return True
-    same = _are_alike(known, other, binding, alike)
+    same = _are_alike(known, other, binding, alike, inside)
     if same:
         alike[known, other] = len(binding)
     return same
 
 
-def _are_alike(known: Expr, other: Expr, binding: Binding, alike: dict[tuple[Expr, Expr], int]) -> bool:
+def _are_alike(known: Expr, other: Expr, binding: Binding, alike: _Alike, inside: dict[_Bound, _Alike]) -> bool:
     if isinstance(known, Index):
         return binding.setdefault(known.axis, other) is other
     if isinstance(known, Const):
@@ -417,7 +419,8 @@ def _are_alike(known: Expr, other: Expr, binding: Binding, alike: dict[tuple[Exp
             return False
         outer = binding.pop(known.axis, None)
         binding[known.axis] = index(other.axis)
-        same = _unified(known.body, other.body, binding, {})
+        bound = frozenset(binding.items())
+        same = _unified(known.body, other.body, binding, inside.setdefault(bound, {}), inside)
         del binding[known.axis]
         if outer is not None:
             binding[known.axis] = outer
@@ -430,7 +433,7 @@ def _are_alike(known: Expr, other: Expr, binding: Binding, alike: dict[tuple[Exp
     if isinstance(known, Load) and isinstance(other, Load) and known.source != other.source:
         return False
     pairs: Iterator[tuple[Expr, Expr]] = zip(children(known), children(other))
-    return all(_unified(a, b, binding, alike) for a, b in pairs)
+    return all(_unified(a, b, binding, alike, inside) for a, b in pairs)
 
 
 def _solve(known: Expr, other: Expr, binding: Binding) -> None:
