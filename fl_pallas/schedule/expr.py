@@ -223,6 +223,17 @@ def reductions(e: Expr) -> list[Reduce]:
     return [*_inside(e)[0]]
 
 
+def outermost(e: Expr) -> frozenset[Reduce]:
+    """The reductions of `e` that are reached through no other; itself, if it is one."""
+    if isinstance(e, Reduce):
+        return frozenset((e,))
+    cached = e.__dict__.get("_outermost")
+    if cached is None:
+        cached = frozenset().union(*map(outermost, children(e)))
+        object.__setattr__(e, "_outermost", cached)
+    return cached
+
+
 def loads(e: Expr) -> list[Load]:
     """Every distinct load inside `e`."""
     return [*_inside(e)[1]]

@@ -8,7 +8,22 @@ from dataclasses import dataclass, replace
 
 from ..build import rewrite, substitute
 from ..dtype import compute_dtype, is_float
-from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, index, load, loads, reductions, ref, sources, walk
+from ..expr import (
+    Axis,
+    Expr,
+    Load,
+    Op,
+    Reduce,
+    free_axes,
+    index,
+    load,
+    loads,
+    outermost,
+    reductions,
+    ref,
+    sources,
+    walk,
+)
 from ..integer import bounds
 from ..program import Value
 from ..remember import remembered
@@ -88,6 +103,7 @@ def _is_exponent(fused: Fused, node: Expr) -> bool:
     return any(node in read_unsummed(p) for p in powers)
 
 
+@remembered
 def cut_apart(groups: tuple[Fused, ...], name: str) -> tuple[Fused, ...]:
     """`cut` for all kernels of a region, in an order in which they can run.
 
@@ -325,14 +341,14 @@ def _is_spread(o: Output, r: Reduce, parallel: frozenset[Axis]) -> bool:
 
 def _around(e: Expr, r: Reduce) -> frozenset[Axis]:
     """Axes of the inner reductions that remain when `r` is known: the work that would repeat it."""
-    found = set[Axis]()
-    stack, seen = [e], set[Expr]((r,))
+    holding: set[Reduce] = {r}
+    for n in reductions(e):
+        if not holding.isdisjoint(outermost(n.body)):
+            holding.add(n)
+    rest, stack = {r}, [*outermost(e)]
     while stack:
         n = stack.pop()
-        if n in seen:
-            continue
-        seen.add(n)
-        stack += children(n)
-        if isinstance(n, Reduce) and free_axes(n) & free_axes(r) and r not in reductions(n):
-            found |= free_axes(n)
-    return frozenset(found)
+        if n not in rest:
+            rest.add(n)
+            stack += outermost(n.body)
+    return frozenset().union(*(free_axes(n) for n in rest - holding if free_axes(n) & free_axes(r)))
