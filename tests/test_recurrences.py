@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import fl_pallas as fl
+from fl_pallas.schedule import build
 
 from .oracle import check_gradients
 from .unrun import unrun
@@ -105,3 +106,30 @@ def test_many_steps_are_planned(weights: Callable[[Tensor, int], Tensor]) -> Non
 def test_few_steps_are_right(weights: Callable[[Tensor, int], Tensor], device: torch.device) -> None:
     fn = attention(weights, 4)
     check_gradients(fn, fl.compile(fn, fallback="error"), made(48, device))
+
+
+def forward_algorithm(emitted: Tensor, transitions: Tensor) -> Tensor:
+    """What a conditional random field is normalised by: each step is in the maximum and in the sum of the next."""
+    a = emitted[:, 0]
+    for t in range(1, emitted.shape[1]):
+        a = (a[:, :, None] + transitions).logsumexp(1) + emitted[:, t]
+    return a.logsumexp(-1)
+
+
+def emissions(steps: int, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, generator=generator).to(device) for shape in ((3, steps, 9), (9, 9))]
+
+
+def test_sums_inside_of_sums_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each substitution visits a few nodes for each step, where all paths to them are millions."""
+    monkeypatch.setattr(build, "MAX_STEPS", 100 * STEPS)
+    inputs = [x.requires_grad_() for x in emissions(STEPS // 2, torch.device("cpu"))]
+    with unrun():
+        explained = fl.explain(forward_algorithm, *inputs)
+    assert explained.kernels and not explained.fallbacks
+
+
+def test_sums_inside_of_sums_are_right(device: torch.device) -> None:
+    compiled = fl.compile(forward_algorithm, fallback="error")
+    check_gradients(forward_algorithm, compiled, emissions(4, device))
