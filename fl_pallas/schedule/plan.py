@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 
 from .dtype import is_float
 from .expr import Axis, Expr, index, loads
@@ -160,7 +161,11 @@ class Choices:
 
     def tile(self, axis: Axis) -> int | None:
         """Side of the tile along `axis`, None if it was not chosen here."""
-        return dict(self.tiles).get(axis)
+        return self._sides.get(axis)
+
+    @cached_property
+    def _sides(self) -> dict[Axis, int]:
+        return dict(self.tiles)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Index, Load, free_axes, index, load, loads, reductions
 from ..inner import as_product, factors, power_of_two
 from ..plan import Accumulator, Choices, KernelPlan, Loop, Step, Store, bounds_of, expressions, operand_names
+from ..remember import remembered
 
 # What memory hands over at once, bytes.
 SECTOR = 32
@@ -35,6 +36,9 @@ LAUNCH = 2**24
 OFTEN = 16
 # Elements of a tile of the copying kernel, and the most along what was innermost.
 COPIED_AT_ONCE, MAX_INNERMOST = 2048, 64
+
+# Names and shapes of what a plan reads.
+_Read = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -119,11 +123,26 @@ def _wishes(
     each."""
     found: dict[tuple[str, tuple[int, ...]], list[_Wish]] = {}
     for at, plan in enumerate(plans):
-        for node in dict.fromkeys(n for e in _bodies(plan) for n in loads(e)):
-            order, wish = _wish(node, plan, at, shapes[node.source])
-            if wish.spared or wish.turned:
-                found.setdefault((node.source, order), []).append(wish)
+        for tensor, wish in _wishes_of(plan, at, _read_by(plan, shapes)):
+            found.setdefault(tensor, []).append(wish)
     return found
+
+
+def _read_by(plan: KernelPlan, shapes: Mapping[str, tuple[int, ...]]) -> _Read:
+    """What a plan reads: in most ways of laying things out that and the plan are the same, and so is what is asked of
+    them."""
+    return tuple((name, shapes[name]) for name in operand_names(plan))
+
+
+@remembered
+def _wishes_of(plan: KernelPlan, at: int, read: _Read) -> tuple[tuple[tuple[str, tuple[int, ...]], _Wish], ...]:
+    """The wishes of the plan in this place."""
+    shapes, found = dict(read), []
+    for node in dict.fromkeys(n for e in _bodies(plan) for n in loads(e)):
+        order, wish = _wish(node, plan, at, shapes[node.source])
+        if wish.spared or wish.turned:
+            found.append(((node.source, order), wish))
+    return tuple(found)
 
 
 def _wasted(plans: Sequence[KernelPlan], store: Store) -> int:
@@ -134,7 +153,7 @@ def _wasted(plans: Sequence[KernelPlan], store: Store) -> int:
 
 def _moved(plans: Sequence[KernelPlan], shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Bytes that kernels touch, turn and copy of what they store for each other."""
-    total = sum(_touched(p, shapes) for p in plans)
+    total = sum(_touched(p, _read_by(p, shapes)) for p in plans)
     stored = {s.name: s for p in plans for s in p.stores}
     for (name, _), found in _wishes(plans, shapes).items():
         if name not in stored:
@@ -155,7 +174,8 @@ def _along_memory(plan: KernelPlan, shapes: Mapping[str, tuple[int, ...]]) -> Ke
     wide = [a for a in plan.grid if a not in plan.features and tiles.get(a, 1) > 1]
     pairs = [(a, b) for a, b in combinations(wide, 2) if a.extent == b.extent and tiles[a] != tiles[b]]
     ways = [plan, *(_exchanged(plan, a, b) for a, b in pairs if _go_together(plan, a, b))]
-    return min(ways, key=lambda p: _touched(p, shapes))
+    read = _read_by(plan, shapes)
+    return min(ways, key=lambda p: _touched(p, read))
 
 
 def _exchanged(plan: KernelPlan, a: Axis, b: Axis) -> KernelPlan:
@@ -179,8 +199,10 @@ def _go_together(plan: KernelPlan, a: Axis, b: Axis) -> bool:
     return all((a in side) == (b in side) for side in sides)
 
 
-def _touched(plan: KernelPlan, shapes: Mapping[str, tuple[int, ...]]) -> int:
+@remembered
+def _touched(plan: KernelPlan, read: _Read) -> int:
     """Bytes of the sectors that a kernel touches."""
+    shapes = dict(read)
     nodes = dict.fromkeys(n for e in expressions(plan) for n in loads(e))
     places = [(n.index, shapes[n.source], n.dtype, _elements_read(n, plan)) for n in nodes]
     places += [(s.index, s.shape, s.dtype, math.prod(s.shape)) for s in plan.stores]

@@ -67,28 +67,38 @@ def _live(loop: Loop, tiles: dict[Axis, int], tiled: frozenset[Axis], features: 
 
     Matrices that are only multiplied, along features, lie in shared memory.
     """
-    updates = [s.update for s in loop.steps if isinstance(s, Accumulator)]
-    widest = max(largest_tile(e, tiles, tiled) for e in updates)
-    nodes = {n for e in updates for n in walk(e)}
+    widest = max(largest_tile(s.update, tiles, tiled) for s in loop.steps if isinstance(s, Accumulator))
+    times, loaded = _alive(loop, tiled, features)
+    return widest * times + sum(_loaded(n, tiles) for n in loaded)
+
+
+@remembered
+def _alive(loop: Loop, tiled: frozenset[Axis], features: frozenset[Axis]) -> tuple[int, tuple[Load, ...]]:
+    """How many of the widest tiles of a loop's body are alive at once, and the loads that are beside those."""
+    nodes = {n for s in loop.steps if isinstance(s, Accumulator) for n in walk(s.update)}
     references = sum(isinstance(s, Accumulator) and s.kind == "max" for s in loop.steps)
     costly = any(isinstance(n, Op) and n.name in COSTLY and loop.axis in free_axes(n) for n in nodes)
     sequential = any(isinstance(n, Reduce) and is_sequential(n, tiled | {n.axis}) for n in nodes)
-    return widest * (max(1, references) + costly + sequential) + sum(
-        _loaded(n, tiles) for n in nodes if isinstance(n, Load) and not free_axes(n) & features
-    )
+    loaded = tuple(n for n in nodes if isinstance(n, Load) and not free_axes(n) & features)
+    return max(1, references) + costly + sequential, loaded
 
 
 def _products(loop: Loop, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int:
     """The products that a loop's body makes, and a tile more."""
-    nodes = {n for s in loop.steps if isinstance(s, Accumulator) for n in walk(s.update) if isinstance(n, Reduce)}
+    sequential, made = _made(loop, tiled)
     # One at a time, where a sum goes through them one by one (heads that are mixed).
-    tiles = {**tiles, **{n.axis: 1 for n in nodes if is_sequential(n, tiled | {n.axis})}}
-    made = [
-        _size(free_axes(n), tiles)
-        for n in nodes
-        if loop.axis in free_axes(n) and is_matrix_product(n.body, n.axis, tiled | {n.axis})
-    ]
-    return sum(made) + max(made, default=0)
+    tiles = {**tiles, **dict.fromkeys(sequential, 1)}
+    sizes = [_size(axes, tiles) for axes in made]
+    return sum(sizes) + max(sizes, default=0)
+
+
+@remembered
+def _made(loop: Loop, tiled: frozenset[Axis]) -> tuple[tuple[Axis, ...], tuple[frozenset[Axis], ...]]:
+    """The axes that sums in a loop's body go along one index at a time, and the axes of each product that it makes."""
+    nodes = {n for s in loop.steps if isinstance(s, Accumulator) for n in walk(s.update) if isinstance(n, Reduce)}
+    sequential = tuple(n.axis for n in nodes if is_sequential(n, tiled | {n.axis}))
+    products = (n for n in nodes if is_matrix_product(n.body, n.axis, tiled | {n.axis}))
+    return sequential, tuple(free_axes(n) for n in products if loop.axis in free_axes(n))
 
 
 # Operations that take a dozen instructions, and registers for them.
