@@ -26,8 +26,10 @@ class _Process:
     """One of them, that is asked one question at a time. Raises OSError where none can be started."""
 
     def __init__(self) -> None:
+        if "python" not in Path(sys.executable or "").name:
+            raise OSError("Python is a part of another program")
         # -P: beside the program there is a module called triton.
-        command = [sys.executable or "python3", "-P", str(Path(compiler.__file__)), json.dumps(sys.path)]
+        command = [sys.executable, "-P", str(Path(compiler.__file__)), json.dumps(sys.path)]
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         # In a session of its own it is not interrupted by Ctrl-C; it ends when its input does.
         self._popen = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, start_new_session=True)
@@ -66,6 +68,7 @@ class _Pool:
     def __init__(self) -> None:
         self._idle: list[_Process] = []
         self._lock = threading.Lock()
+        self.has_answered = False
 
     def begin(self, count: int) -> None:
         with self._lock:
@@ -80,6 +83,7 @@ class _Pool:
         answer = process.answer(asked)
         with self._lock:
             self._idle.append(process)
+            self.has_answered = True
         return answer
 
     def _bury(self) -> None:
@@ -119,8 +123,13 @@ def begin(count: int) -> None:
 def answer(asked: dict[str, Any]) -> dict[str, str]:
     """What one that is idle, or a new one, answers (`compiler.answered`).
 
-    Raises: OSError if none can be started; Ended if the compiler ends it, twice.
+    Raises: OSError if none can be started, or works here; Ended if the compiler ends it, twice.
     """
     with contextlib.suppress(Ended):
         return _pool.answer(asked)
-    return _pool.answer(asked)
+    try:
+        return _pool.answer(asked)
+    except Ended as e:
+        if _pool.has_answered:
+            raise
+        raise OSError("no process has answered") from e

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -74,6 +75,8 @@ def test_a_compiler_that_ends_its_process(
     """A choice that makes LLVM or MLIR abort is refused, and ends no process of the user's."""
     program = tmp_path / "aborts.py"
     program.write_text("import os, sys; sys.stdin.readline(); os.abort()")
+    assert processes.answer({})["key"]
+    processes._pool.end()
     with monkeypatch.context() as patch:
         patch.setattr(processes.compiler, "__file__", str(program))
         with pytest.raises(Unsupported, match="its process ends"):
@@ -98,4 +101,24 @@ def test_none_can_be_started(lowered: Lowered, here: list[str], monkeypatch: pyt
         with pytest.raises(PermissionError):
             processes.answer({})
         monkeypatch.setattr(cubin, "answer", refused)
+    assert compile_kernel(lowered, 90).asm["cubin"] and len(here) == 1
+
+
+@pytest.mark.parametrize("program", ["import nothing_of_that_name", "raise SystemExit"])
+def test_none_works(
+    lowered: Lowered, here: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str
+) -> None:
+    """Where Triton is imported otherwise than by `sys.path`, say: it is compiled here."""
+    path = tmp_path / "fails.py"
+    path.write_text(program)
+    monkeypatch.setattr(processes, "_pool", processes._Pool())
+    monkeypatch.setattr(processes.compiler, "__file__", str(path))
+    assert compile_kernel(lowered, 90).asm["cubin"] and len(here) == 1
+
+
+def test_a_program_that_python_is_a_part_of_is_not_started(
+    lowered: Lowered, here: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/opt/an_application")
+    monkeypatch.setattr(processes, "_pool", processes._Pool())
     assert compile_kernel(lowered, 90).asm["cubin"] and len(here) == 1
