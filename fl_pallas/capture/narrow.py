@@ -81,10 +81,10 @@ def _of_rank(gm: GraphModule, node: Node, slim: Node, val: Any) -> Node:
 
 def _multiply(gm: GraphModule, node: Node, before: dict[Node, Node]) -> None:
     """A sum along an expanded dimension is as many times what it sums: the gradient of all pairs' mean."""
-    source, along, *rest = node.args
-    assert isinstance(source, Node)
+    given: Any = node.args
+    source, along, *rest = given
     wide, val = source.meta["val"], node.meta["val"]
-    dims = [d % wide.dim() for d in along] if isinstance(along, (list, tuple)) and along else [*range(wide.dim())]  # type: ignore[operator]
+    dims = [d % wide.dim() for d in along or range(wide.dim())]
     times = math.prod(wide.shape[d] // max(1, before[source].meta["val"].shape[d]) for d in dims)
     if not isinstance(times, int):
         return

@@ -67,20 +67,26 @@ class _Process:
 class _Pool:
     def __init__(self) -> None:
         self._idle: list[_Process] = []
+        self._busy = 0
         self._lock = threading.Lock()
         self.has_answered = False
 
     def begin(self, count: int) -> None:
         with self._lock:
             self._bury()
-            while len(self._idle) < count:
+            while len(self._idle) + self._busy < count:
                 self._idle.append(_Process())
 
     def answer(self, asked: dict[str, Any]) -> dict[str, str]:
         with self._lock:
             self._bury()
             process = self._idle.pop() if self._idle else _Process()
-        answer = process.answer(asked)
+            self._busy += 1
+        try:
+            answer = process.answer(asked)
+        finally:
+            with self._lock:
+                self._busy -= 1
         with self._lock:
             self._idle.append(process)
             self.has_answered = True
@@ -115,7 +121,7 @@ os.register_at_fork(after_in_child=_anew)
 
 
 def begin(count: int) -> None:
-    """Have as many wait for what they will compile, as far as there are processors."""
+    """Have as many compile, or wait for what they will, as far as there are processors."""
     with contextlib.suppress(OSError):
         _pool.begin(min(count, AHEAD, os.cpu_count() or 1))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -122,3 +123,12 @@ def test_a_program_that_python_is_a_part_of_is_not_started(
     monkeypatch.setattr(sys, "executable", "/opt/an_application")
     monkeypatch.setattr(processes, "_pool", processes._Pool())
     assert compile_kernel(lowered, 90).asm["cubin"] and len(here) == 1
+
+
+def test_as_many_as_are_missing(here: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three that kernels will want at a time, two, where one is compiling."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(processes._pool, "_busy", 1)
+    for _ in range(2):
+        processes.begin(3)
+        assert len(processes._pool._idle) == 2
