@@ -52,8 +52,9 @@ def test_as_here(lowered: Lowered, here: list[str], tmp_path: Path) -> None:
     for n, found in zip(warps, made, strict=True):
         with cubin._file(lowered) as path:
             own = compiled(path, 90, {"num_warps": n, "num_stages": lowered.stages, "enable_fp_fusion": True})
-        # The path of the file it was made from is somewhere in it.
-        assert listing(own.asm["cubin"], 90) == listing(found.asm["cubin"], 90) and own.metadata == found.metadata
+        # The path of the file it was made from is somewhere in it, and its hash among the metadata.
+        assert listing(own.asm["cubin"], 90) == listing(found.asm["cubin"], 90)
+        assert own.metadata._replace(hash="") == found.metadata._replace(hash="")
 
 
 def test_its_words(lowered: Lowered, here: list[str]) -> None:

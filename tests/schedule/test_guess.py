@@ -93,7 +93,7 @@ def small(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def empty_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    hidden = torch.arange(q.shape[-2], device=q.device) < 30
+    hidden = torch.arange(q.shape[-2], device=q.device) % 3 == 0
     return scores(q, k).masked_fill(hidden[:, None], -math.inf).softmax(-1) @ v
 
 
