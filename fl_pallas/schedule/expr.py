@@ -246,6 +246,11 @@ def outer_loads(e: Expr) -> list[Load]:
     return [] if isinstance(e, Reduce) else [n for c in children(e) for n in outer_loads(c)]
 
 
+def divides(node: Load) -> bool:
+    """Whether an index of a load divides: a view that cuts or joins axes."""
+    return any(isinstance(n, Op) and n.name in ("floordiv", "mod") for i in node.index for n in walk(i))
+
+
 def _inside(e: Expr) -> tuple[tuple[Reduce, ...], tuple[Load, ...]]:
     """The reductions and the loads inside `e`, found once: passes ask for them again and again."""
     cached = e.__dict__.get("_inside")

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import fl_pallas as fl
-from fl_pallas.schedule.expr import reductions
+from fl_pallas.schedule.build import op, reduce
+from fl_pallas.schedule.expr import Axis, Expr, index, load, reductions
+from fl_pallas.schedule.passes.cut import cut
+from fl_pallas.schedule.passes.fuse import Fused, Output
 from tests.oracle import check_gradients, run_and_check
 from tests.programs import BY_NAME
 from tests.schedule.test_lay_out import heads_last, of_pairs
@@ -81,3 +84,30 @@ def test_sums_that_are_stored_over_flattened_pairs_are_loaded_so(device: torch.d
     graphs = explain(layer, *(t.requires_grad_() for t in inputs)).graphs
     stores = [s for p in graphs[-1].kernels for s in p.stores]
     assert any(s.dims and 23 * 23 in s.shape for s in stores)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_what_a_mean_is_taken_off_is_stored_in_32_bits(centred: bool) -> None:
+    """Weights' gradients, each a sum of what is itself a sum: in 16 bits their rows' means would not cancel in them."""
+    row, key, column, feature, hidden = (
+        Axis(name, n) for name, n in [("x0", 300), ("r0", 300), ("x1", 16), ("r1", 64), ("r2", 64)]
+    )
+
+    def times(*factors: Expr) -> Expr:
+        first, *rest = factors
+        for f in rest:
+            first = op("mul", first, f, dtype="bf16")
+        return first
+
+    made = reduce(
+        "sum",
+        hidden,
+        times(load("z", (index(row), index(hidden)), "bf16"), load("w", (index(hidden), index(feature)), "bf16")),
+        "bf16",
+    )
+    gradient = reduce("sum", feature, times(load("g", (index(key), index(feature)), "bf16"), made), "bf16")
+    mean = load("mean", (index(key),), "f32")
+    left = op("sub", gradient, mean, dtype="f32") if centred else op("mul", gradient, mean, dtype="f32")
+    total = reduce("sum", key, times(left, load("q", (index(key), index(column)), "bf16")), "bf16")
+    stored, _ = cut(Fused((Output("dk", (row, column), "bf16", total),)), "r0")
+    assert [o.dtype for o in stored.outputs] == ["f32" if centred else "bf16"]

@@ -131,6 +131,22 @@ def test_features_that_are_normalised_are_no_scores(length: int, device: torch.d
     assert found.kernel_count == 1 and read == {"getitem"}
 
 
+def twice_projected(x: Tensor, narrow: Tensor, w: Tensor) -> Tensor:
+    """Queries, keys and values of fewer features: PyTorch multiplies matrices, whose rows are those of a batch."""
+    q, k, v = (x @ narrow @ w).chunk(3, -1)
+    return (q @ k.mT / 4).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("length", [11, 64])
+def test_layers_after_each_other_are_pytorchs(length: int, device: torch.device) -> None:
+    shapes = (2, length, 24), (24, 16), (16, 96)
+    inputs = [torch.randn(s, device=device) / s[0] ** 0.5 for s in shapes]
+    check_gradients(twice_projected, fl.compile(twice_projected), inputs)
+    found = explain(twice_projected, *(t.requires_grad_() for t in inputs))
+    assert [len(graph.kernels) for graph in found.graphs] == [1, 2] and not found.fallbacks
+    assert not any(s.shape == (2, length, length) for g in found.graphs for p in g.kernels for s in p.stores)
+
+
 def test_what_is_summed_along_a_shift_has_lost_a_side() -> None:
     """XLNet's scores by position have rows of a batch and queries. A sum over queries, keys being shifted along with
     them, leaves a key's gradient: what is no larger than twice that, kernels may hand on to each other."""

@@ -71,9 +71,9 @@ def cut(fused: Fused, name: str) -> tuple[Fused, ...]:
             own = {a: Axis(f"x{n}", a.extent) for n, a in enumerate(shape)}
             # A maximum and the sum about it have to agree, and part of a longer sum is kept as that sum is: in 32 bits
             # at least, but for what is as large as an operand. So is a score, about a normaliser of 32 bits, where not
-            # the weights are stored that are made of both.
+            # the weights are stored that are made of both; and what a row's mean is taken from.
             small = not _is_larger_than_read(c.node, 1 / LARGE)
-            exact = small or _is_part(fused, c.node) or _is_exponent(fused, c.node)
+            exact = small or _is_part(fused, c.node) or _is_exponent(fused, c.node) or _is_centred(fused, c.node)
             dtype = compute_dtype([c.node.dtype]) if exact and is_float(c.node.dtype) else c.node.dtype
             power = as_power(fused, c.node) if not small and exact else None
             node, dtype = (power.node, power.dtype) if power else (c.node, dtype)
@@ -101,6 +101,17 @@ def _is_exponent(fused: Fused, node: Expr) -> bool:
     """Whether `node` is raised to a power with no sum in between."""
     powers = [n for o in fused.outputs for n in walk(o.expr) if isinstance(n, Op) and n.name in POWERS]
     return any(node in read_unsummed(p) for p in powers)
+
+
+def _is_centred(fused: Fused, node: Expr) -> bool:
+    """Whether something is taken off `node` that some of its axes share (of weights' gradients, their mean in a row):
+    of what is left, rounding is a larger part."""
+    differences = [n for o in fused.outputs for n in walk(o.expr) if isinstance(n, Op) and n.name == "sub"]
+    return any(
+        node in read_unsummed(taken_from) and free_axes(taken_off) < free_axes(node) and free_axes(taken_off)
+        for n in differences
+        for taken_from, taken_off in (n.args, n.args[::-1])
+    )
 
 
 @remembered

@@ -13,14 +13,14 @@ from dataclasses import replace
 
 from ..build import op, substitute
 from ..dtype import itemsize
-from ..expr import Axis, Expr, Load, free_axes, index, load, loads, reductions
+from ..expr import Axis, Expr, Load, divides, free_axes, index, load, loads, reductions
 from ..program import Program, Value, depends
 from .blow_ups import ends, given_or_returned, is_blow_up, is_exponent, is_larger, is_searched, serves
 from .epilogue import with_epilogue, with_sparing_epilogue
 from .joins import Seed, along_shared, is_outer, join, turned
 from .region import Growth, Region, Rejected
 from .resolve_views import inline_load, root_of
-from .surround import AllSides, divides, uses_division, with_prologue
+from .surround import AllSides, uses_division, with_prologue
 from .told import told
 from .weights import has_weight
 

@@ -22,7 +22,7 @@ from .share import renaming
 from .weigh import CLEARLY, cycles
 
 # Memory is given for time where a region takes so many times as long without, and so many cycles longer (0.2 ms).
-TIMES, SAVED = 3, 350_000
+TIMES, SAVED = 2.5, 350_000
 # Nothing is tried where computing nothing again, with the same loads, would hardly save anything.
 AGAIN = 1.1
 # Values of a region that are stored, at most.

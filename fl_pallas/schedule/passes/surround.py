@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from ..dtype import is_float, itemsize
-from ..expr import Axis, Expr, Load, Op, free_axes, loads, reductions, walk
+from ..expr import Axis, Expr, Load, Op, divides, free_axes, loads, reductions, walk
 from ..inner import over_distances
 from ..program import Program, Value, depends
 from ..target import HOPPER
@@ -34,11 +34,6 @@ AllSides = dict[str, tuple[Sides, ...]]
 
 def uses_division(e: Expr) -> bool:
     return any(divides(node) for node in loads(e))
-
-
-def divides(node: Load) -> bool:
-    """Whether an index of a load divides: a view that cuts or joins axes."""
-    return any(isinstance(n, Op) and n.name in ("floordiv", "mod") for i in node.index for n in walk(i))
 
 
 def with_prologue(program: Program, members: set[str], sides: AllSides, taken: set[str]) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..dtype import is_float
-from ..expr import loads, reductions
+from ..expr import divides, loads, reductions
 from ..program import Program, Value
 
 
@@ -29,11 +29,29 @@ def operand_names(v: Value) -> list[str]:
 
 def rank_of(program: Program, v: Value) -> int:
     """The most axes that an operand of `v` has, less those along which it is repeated (`x[:, None] * y`)."""
-    shapes = [s.shape for s in _operands_of(program, v)]
+    operands = _operands_of(program, v)
+    shapes = [s.shape for s in operands]
     by_element = v.expr is not None and not reductions(v.expr)
     alike = [by_element and len(s) == len(v.shape) for s in shapes]
     repeated = [sum(n == 1 < whole for n, whole in zip(s, v.shape)) if a else 0 for s, a in zip(shapes, alike)]
-    return max((len(s) - n for s, n in zip(shapes, repeated)), default=0)
+    rank = max((len(s) - n for s, n in zip(shapes, repeated)), default=0)
+    return rank + 1 if rank == 2 and any(_has_rows_of_batch(program, s) for s in operands) else rank
+
+
+def _has_rows_of_batch(program: Program, v: Value) -> bool:
+    """Whether the rows of a matrix are those of all members of a batch, one after another: a layer's result."""
+    known = {f.name: f for f in program.facts}
+    waiting, seen = [v], {v.name}
+    while waiting:
+        made = waiting.pop()
+        made = known.get(made.name, made)
+        for n in loads(made.expr) if made.expr is not None and len(made.axes) == 2 else ():
+            if len(n.index) > 2 and divides(n):
+                return True
+            if n.source not in seen and n.source in program.by_name:
+                seen.add(n.source)
+                waiting.append(program.by_name[n.source])
+    return False
 
 
 def is_weight(program: Program, v: Value, rank: int) -> bool:
