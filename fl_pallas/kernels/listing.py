@@ -1,6 +1,7 @@
 """Machine code as text, by the disassembler that the `triton` package brings.
 
-It takes 0.2 s to start and 0.02 s for a kernel: the kernels that wait for it at the same time are given to it at once.
+It takes 0.2 s to start and 0.02 s for a kernel: the kernels that wait for it at the same time are given to it at once,
+and it runs several times side by side where there are processors for it.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from triton import knobs
 
 # Bytes of an instruction, since Volta.
 INSTRUCTION = 16
+# Runs side by side; kernels are compiled meanwhile.
+RUNS = max(1, (os.cpu_count() or 1) // 4)
 _ADDRESS = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/", re.MULTILINE)
 
 
 class _Disassembler:
-    """Lists kernels of one architecture, all that wait in one run: the thread that finds none running sees to it.
+    """Lists kernels of one architecture, all that wait in one run: a thread that finds room for another sees to it.
 
     Args:
       architecture: as nvdisasm calls it, "SM90".
@@ -34,7 +37,7 @@ class _Disassembler:
         self.architecture = architecture
         self._lock = threading.Lock()
         self._waiting: list[tuple[bytes, Future[str]]] = []
-        self._is_running = False
+        self._running = 0
 
     def listed(self, code: bytes) -> str:
         """The text of instructions.
@@ -44,7 +47,8 @@ class _Disassembler:
         own: Future[str] = Future()
         with self._lock:
             self._waiting.append((code, own))
-            runs, self._is_running = not self._is_running, True
+            runs = self._running < RUNS
+            self._running += runs
         while runs and (batch := self._batch()):
             self._list(batch)
         return own.result()
@@ -52,7 +56,7 @@ class _Disassembler:
     def _batch(self) -> list[tuple[bytes, Future[str]]]:
         with self._lock:
             batch, self._waiting = self._waiting, []
-            self._is_running = bool(batch)
+            self._running -= not batch
             return batch
 
     def _list(self, batch: Sequence[tuple[bytes, Future[str]]]) -> None:

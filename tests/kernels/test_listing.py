@@ -35,8 +35,12 @@ def instructions(text: str) -> list[str]:
     ]
 
 
-def test_kernels_that_wait_together_are_listed_as_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("side_by_side", [1, 2])
+def test_kernels_that_wait_together_are_listed_as_each_by_itself(
+    side_by_side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Instruction by instruction, in fewer runs than there are kernels."""
+    monkeypatch.setattr(module, "RUNS", side_by_side)
     cubins = made("vanilla", "causal_where", "softcap", "sliding_window")
     runs: list[int] = []
     original = module.told

@@ -12,7 +12,7 @@ from torch import Tensor
 import fl_pallas as fl
 from fl_pallas.schedule.inner import as_product
 from fl_pallas.schedule.plan import Accumulator
-from tests.oracle import check, check_gradients
+from tests.oracle import check, check_gradients, run_and_check
 from tests.unrun import unrun
 
 
@@ -77,3 +77,21 @@ def test_far_from_the_origin(fn: Callable, dtype: torch.dtype, origin: float, de
     q, k, v = inputs(70, torch.float32, device)
     given = [*((x + origin).to(dtype) for x in (q, k)), v.to(dtype)]
     check_gradients(fn, fl.compile(fn), given)
+
+
+def messages(h: Tensor, x: Tensor) -> Tensor:
+    """Of an equivariant network: directions to all others, by distance, times features of the others."""
+    d = x[:, :, None] - x[:, None]
+    return torch.einsum("bijx,bjc->bicx", d / (d.square().sum(-1, keepdim=True) + 1e-3).sqrt(), h)
+
+
+def averaged_messages(h: Tensor, x: Tensor) -> Tensor:
+    return torch.einsum("bij,bijx,bjc->bicx", (h @ h.mT).softmax(-1), x[:, :, None] - x[:, None], h)
+
+
+@pytest.mark.parametrize("fn", [messages, averaged_messages])
+def test_differences_by_features_of_one_side(fn: Callable, device: torch.device) -> None:
+    """A product of matrices rounds no weight times a feature that its other side has: nothing would cancel."""
+    h, x = (t[:1] for t in inputs(37, torch.float32, device)[:2])
+    given = [h[..., :8].bfloat16(), (x[..., :3] + 3).bfloat16()]
+    run_and_check(fn, fl.compile(fn, fallback="error"), given, name="messages")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from ..build import cast
@@ -97,9 +97,25 @@ def _difference(
         others = axes.union(*map(free_axes, rest))
         own, other, sign = (*f.args, 1.0) if scope.varies(f.args[1]) else (*f.args[::-1], -1.0)
         sides = others & free_axes(own), free_axes(f) - others
-        if not scope.varies(own) and all(any(a.extent > 1 for a in some) for some in sides):
+        if scope.varies(own) or not all(any(a.extent > 1 for a in some) for some in sides):
+            continue
+        if _is_one_side((axes, *map(free_axes, rest)), {scope.axis} | free_axes(own) & free_axes(other)):
             return (own, other, sign), rest
     return None
+
+
+def _is_one_side(weights: Sequence[Set[Axis]], apart: Set[Axis]) -> bool:
+    """Whether a product of matrices has all weights of these axes on one side, and rounds what they make together
+    (`inner.as_product`): each shares an axis with another, or has none.
+
+    Args:
+      apart: axes that are no side's: the one that is summed, and a batch's.
+    """
+    sides: list[set[Axis]] = []
+    for own in ({a for a in axes - apart if a.extent > 1} for axes in weights):
+        met = [s for s in sides if s & own]
+        sides = [s for s in sides if s not in met] + ([own.union(*met)] if own else [])
+    return len(sides) < 2
 
 
 def _factors(e: Expr, scope: Scope) -> tuple[Expr, ...]:
