@@ -131,6 +131,56 @@ def test_features_that_are_normalised_are_no_scores(length: int, device: torch.d
     assert found.kernel_count == 1 and read == {"getitem"}
 
 
+class Attending(nn.Module):
+    """A layer without a projection behind its attention."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.norm, self.packed = nn.LayerNorm(features), nn.Linear(features, 3 * features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.packed(self.norm(x)).chunk(3, -1)
+        return (q @ k.mT / 7).softmax(-1) @ v
+
+
+class Streams(nn.Module):
+    """Two streams of tokens, which each layer reads and writes as each token wants (hyper-connections)."""
+
+    def __init__(self, layers: int, features: int = 48) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attending(features) for _ in range(layers))
+        self.norm = nn.LayerNorm(features)
+        self.mixing, self.writing = nn.Linear(features, 3), nn.Linear(features, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, :, None].expand(-1, -1, 2, -1)
+        for layer in self.layers:
+            known = self.norm(x)
+            first, *others = torch.einsum("bnef,bned->fbnd", self.mixing(known).tanh(), x)
+            written = torch.einsum("bnd,bne->bned", layer(first), self.writing(known).squeeze(-1))
+            x = written + torch.stack(others, 2)
+        return x.sum(2)
+
+
+@pytest.mark.parametrize("length", [16, 131])
+def test_all_layers_of_few_tokens_are_fused(length: int) -> None:
+    """Scores that are fewer than queries and keys, whichever softmax or norm comes behind."""
+    layers = nn.Sequential(*(Attending(48) for _ in range(3)))
+    found = explain(layers, torch.randn(2, length, 48, requires_grad=True))
+    assert [len(graph.kernels) for graph in found.graphs] == [3, 6]
+
+
+def test_streams_of_each_token_are_no_pairs(device: torch.device) -> None:
+    torch.manual_seed(0)
+    module = Streams(2).to(device)
+    x = torch.randn(2, 131, 48, device=device)
+    with torch.no_grad():
+        assert [len(graph.kernels) for graph in explain(module, x).graphs] == [2]
+    forward, _ = explain(module, x.requires_grad_()).graphs
+    assert len(forward.kernels) == 2
+    check_gradients(module, fl.compile(module), [x.detach()])
+
+
 def twice_projected(x: Tensor, narrow: Tensor, w: Tensor) -> Tensor:
     """Queries, keys and values of fewer features: PyTorch multiplies matrices, whose rows are those of a batch."""
     q, k, v = (x @ narrow @ w).chunk(3, -1)

@@ -165,3 +165,16 @@ def test_channels_and_features_are_as_many(device: torch.device) -> None:
     shapes = (2, 33, 8), (2, 33, 8), (8, 2), (8,)
     given = tuple(torch.randn(shape, device=device) for shape in shapes)
     run_and_check(mixed_channels, fl.compile(mixed_channels, fallback="error"), given)
+
+
+def with_averaged_weights(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor]:
+    weights = torch.einsum("bhij,hg->bgij", q @ k.mT / 4, mixing).softmax(-1)
+    return weights @ v, weights.mean(1)
+
+
+def test_weights_of_mixed_heads_read_the_row_sums_that_are_stored_before(device: torch.device) -> None:
+    """A kernel that borrows scores from another stays behind a third that stores what it loads."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, 2, 37, 16), (1, 2, 41, 16), (1, 2, 41, 16), (2, 2)
+    given = [torch.randn(s, generator=generator).to(device) for s in shapes]
+    check_gradients(with_averaged_weights, fl.compile(with_averaged_weights), given)

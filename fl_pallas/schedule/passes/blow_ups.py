@@ -14,12 +14,19 @@ from .weights import has_weight, is_weight, operand_names, rank_of
 
 # A contraction with a weight longer than this is a projection even if its result is coupled.
 MAX_WEIGHT_CONTRACTION = 256
+# So few of each of many tokens, in no softmax, are streams that are mixed, and no pairs.
+FEW = 4
 
 
 def is_larger(program: Program, seed: Seed) -> bool:
-    """Whether a join is larger than each of its operands: of a product, those that are multiplied."""
+    """Whether a join is larger than each of its operands: of a product, those that are multiplied. What it is repeated
+    along (`x.expand(…)`) makes it none.
+    """
     v = seed.value
-    return bool(seed.rows and seed.cols) and all(v.numel > program.by_name[r].numel for r in operand_names(v))
+    if v.expr is None or not seed.rows or not seed.cols:
+        return False
+    size = math.prod(a.extent for a in free_axes(v.expr))
+    return all(size > program.by_name[r].numel for r in operand_names(v))
 
 
 def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
@@ -35,21 +42,36 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     readers = [program.by_name[u] for u in program.users[v.name]]
     if _is_table(program, v) or (reductions(v.expr) and is_picked_often(program, v, readers)):
         return False
-    if v.projection and not (is_exponent(program, v) and _is_normalised(program, seed)):
+    if v.projection and not _is_softmax(program, seed):
         return False
     coupled, followed = _path(program, v)
     larger = is_larger(program, seed)
     if has_weight(program, v) and not _is_measured(program, seed):
         contraction = max((r.axis.extent for r in reductions(v.expr)), default=1)
-        asked = followed and larger and contraction <= MAX_WEIGHT_CONTRACTION
-        return asked and (_is_normalised(program, seed) or is_searched(program, v))
+        # What a gate of one number hands on to all features is no score, whatever that number is multiplied by.
+        scored = contraction > 1 or is_exponent(program, v)
+        asked = followed and larger and scored and contraction <= MAX_WEIGHT_CONTRACTION
+        return asked and (is_normalised(program, seed) or is_searched(program, v))
+    softmax = _is_softmax(program, seed)
+    few, many = _lengths(seed)
+    multiplied = bool(reductions(v.expr)) or isinstance(v.expr, Op) and v.expr.name == "mul"
+    if multiplied and few <= FEW and v.numel > few * many * many and not softmax:
+        return False
     if larger:
         # Angles, positions by frequencies: a table that is smaller than what it turns.
         given = max((i.numel for i in program.values if i.op == "input"), default=0)
         table = is_outer(v) and (v.numel <= given or _is_added(program, v, seeds))
-        return followed and (not table or _is_normalised(program, seed))
+        return followed and (not table or is_normalised(program, seed))
+    if not coupled or not followed:
+        return False
     later = (s.value for s in seeds if s is not seed and _feeds(program, v.name, s.value.name))
-    return coupled and followed and not any(not has_weight(program, s) and _asks_again(program, s) for s in later)
+    return softmax or not any(not has_weight(program, s) and _asks_again(program, s) for s in later)
+
+
+def _lengths(seed: Seed) -> tuple[int, int]:
+    """Elements of a join along its shorter side, and along the other."""
+    short, long = sorted(math.prod(a.extent for a in side) for side in (seed.rows, seed.cols))
+    return short, long
 
 
 def _is_added(program: Program, v: Value, seeds: list[Seed]) -> bool:
@@ -83,7 +105,12 @@ def beside(program: Program, v: Value) -> Iterator[Value]:
     return (o for o in others if o.numel >= v.numel and not depends(program, {o.name}, {v.name}))
 
 
-def _is_normalised(program: Program, seed: Seed) -> bool:
+def _is_softmax(program: Program, seed: Seed) -> bool:
+    """Whether the join is of scores that a softmax is taken of."""
+    return is_exponent(program, seed.value) and is_normalised(program, seed)
+
+
+def is_normalised(program: Program, seed: Seed) -> bool:
     """Whether elements of the join meet a reduction of themselves again, as in a softmax.
 
     In a backward pass that is an input, a number for each index of one side, the other being of extent 1 (and not what
@@ -190,15 +217,19 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     that each head makes of a token), which that region may compute or read. So are features that a layer makes, of
     whatever size, and a norm takes the means of.
     """
-    own = _is_normalised(program, seed)
-    features = has_weight(program, seed.value) and not is_exponent(program, seed.value)
+    own, exponent = is_normalised(program, seed), is_exponent(program, seed.value)
+    features = has_weight(program, seed.value) and not exponent
+
+    def is_alike(s: Seed) -> bool:
+        return is_normalised(program, s) and (is_exponent(program, s.value) or not exponent)
+
     # What reduces a softmax, and is none (a gradient of values that few queries ask for), is its end.
-    others = {s.value.name for s in seeds if s is not seed and (not own or _is_normalised(program, s))}
+    others = {s.value.name for s in seeds if s is not seed and (not own or is_alike(s))}
     # But not what multiplies it by another: feature maps of queries and of keys.
     every = {s.value.name for s in seeds if s is not seed}
     maps = [n for n in every if has_weight(program, seed.value) and has_weight(program, program.by_name[n])]
     larger = _weighing(program, seed, seeds)
-    least = min(math.prod(a.extent for a in side) for side in (seed.rows, seed.cols))
+    least, _ = _lengths(seed)
     seen: set[str] = set()
     stack = [seed.value.name]
     while stack:
@@ -250,11 +281,12 @@ def ends(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     """
     others = [s for s in seeds if s is not seed]
     if is_larger(program, seed):
-        if _is_normalised(program, seed):
+        if is_normalised(program, seed):
             return False
-        others = [s for s in others if not is_larger(program, s) and _is_normalised(program, s)]
+        others = [s for s in others if not is_larger(program, s) and is_normalised(program, s)]
     else:
-        others = [s for s in others if is_larger(program, s)]
+        short = not _is_softmax(program, seed)
+        others = [s for s in others if is_larger(program, s) or short and _is_softmax(program, s)]
     return any(_feeds(program, s.value.name, seed.value.name) for s in others)
 
 

@@ -81,8 +81,10 @@ def lend(
             pairs = ((g, _lent(borrower, g, f"{name}{n}", compute, shapes)) for g in lenders)
             lender, lent = next((pair for pair in pairs if pair[1] is not None), (None, None))
             if lent is not None:
+                # Behind what stores anything else that it loads, too.
+                own = next(k for k, part in enumerate(made) if any(g is borrower for g in part))
                 made[n] = tuple(lent[1] if g is lender else g for g in part)
-                made.insert(n + 1, (lent[0],))
+                made.insert(max(n, own) + 1, (lent[0],))
                 rest = (tuple(g for g in part if g is not borrower) for part in made)
                 made = [part for part in rest if part]
                 break

@@ -10,7 +10,7 @@ from ..expr import Axis, Expr, Load, Op, divides, free_axes, loads, reductions, 
 from ..inner import over_distances
 from ..program import Program, Value, depends
 from ..target import HOPPER
-from .blow_ups import is_picked_often
+from .blow_ups import FEW, is_picked_often
 from .joins import Sides, is_of_positions, is_of_small_sets
 from .registers import COSTLY
 from .resolve_views import inlined, root_of
@@ -44,6 +44,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
     tiles = max((math.prod(a.extent for a in rows) for own in sides.values() for rows, _ in own), default=1) // ROWS
     chosen_by, made = _choosing(program, members), _made(program, members)
     returned = {root_of(program, name) for name in program.outputs}
+    whole = max((program.by_name[m].numel for m in own), default=0)
     loops: dict[str, frozenset[Axis]] = {}
     for v in reversed(program.values):
         readers = [program.by_name[u] for u in program.users[v.name] if u in members]
@@ -53,6 +54,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
         loops[v.name] = cols if _is_costly_side(program, v) else cols | rows & _summed(v, readers, loops)
         sides[v.name] = ((rows, cols),)
         expands = v.numel > sum(program.by_name[r].numel for r in v.reads)
+        expands |= two_sided and v.numel >= whole and _is_of_features(program, v)
         two_sided |= expands and all(_finishes(u, v, sides) for u in readers)
         if v.name in chosen_by and not is_of_positions(program, v):
             # PyTorch makes it in any case, and not to the last bit as a kernel does: what it is compared with is of
@@ -89,6 +91,14 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
     return members - _going_on(program, members - own, longer, loops)
 
 
+def _is_of_features(program: Program, v: Value) -> bool:
+    """Whether `v` is a product along features, and of no weight: what a region has many of, and its backward pass more
+    (the gradients of weights, where rows are shorter than features)."""
+    assert v.expr is not None
+    short = all(r.kind == "sum" and r.axis.extent <= MAX_SUMMED for r in reductions(v.expr))
+    return short and not has_weight(program, v)
+
+
 def _finishes(reader: Value, v: Value, sides: AllSides) -> bool:
     """Whether a member that no join led to takes each element of `v` for one of its own: a product that is added to
     what a kernel stores in any case."""
@@ -111,7 +121,8 @@ def _is_statistic(program: Program, v: Value) -> bool:
     """Whether `v` sums up, along one side, pairs that are computed of less, and not read: decays, which a row's total
     divides. PyTorch would store them."""
     assert v.expr is not None
-    found = [(r, n) for r in reductions(v.expr) for n in loads(r.body) if r.axis in free_axes(n)]
+    long = [r for r in reductions(v.expr) if r.axis.extent > FEW]
+    found = [(r, n) for r in long for n in loads(r.body) if r.axis in free_axes(n)]
     return bool(found) and all(_is_computed_of_less(program, program.by_name[n.source]) for _, n in found)
 
 
