@@ -232,3 +232,26 @@ def test_other_maxima_are_pytorchs(fn: Callable, device: torch.device) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fl.FallbackWarning)
         check_gradients(fn, fl.compile(fn), inputs)
+
+
+def gated_twice(q: Tensor, k: Tensor) -> Tensor:
+    """Weights that are the difference of two softmaxes: increasing with no score."""
+    s = q @ k.mT / 3 * torch.sigmoid(q[..., :1] + k[..., :1].mT)
+    return s.softmax(-1) - 0.3 * (-s).softmax(-1)
+
+
+def test_the_place_is_found_where_the_maximum_is(device: torch.device) -> None:
+    """A further loop would compute the weights again, none of them equal to the maximum to the last bit perhaps."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 2, 37, 8, generator=generator).to(device) for _ in range(2))
+
+    def places(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        p = gated_twice(q, k)
+        return p.argmax(-1), p.amax(-1)
+
+    (graph,) = explain(places, q, k).graphs
+    assert [len(p.loops) for p in graph.kernels] == [2]
+    found, _ = fl.compile(places)(q, k)
+    assert torch.equal(found, gated_twice(q.double(), k.double()).argmax(-1))
+    largest = lambda q, k: gated_twice(q, k).amax(-1)  # noqa: E731
+    check_gradients(largest, fl.compile(largest), [q, k])

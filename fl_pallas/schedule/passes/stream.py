@@ -275,7 +275,7 @@ def _where_extreme(r: Reduce, body: Expr, n: int, scope: Scope, state: _Streams)
     """
     parts = factors(body) if r.kind == "sum" else [body]
     moving = [f for f in parts if scope.varies(f) and scope.moves(f)]
-    found = _chosen_at(moving[0], state) if len(moving) == 1 else None
+    found = _chosen_at(moving[0], scope, state) if len(moving) == 1 else None
     if found is None:
         return None
     chosen, peak = found
@@ -311,7 +311,7 @@ def _is_neutral(outside: Const, then: Expr, kind: str) -> bool:
     return kind == "max" and (outside.value == -math.inf or span is not None and span[0] >= outside.value)
 
 
-def _chosen_at(e: Expr, state: _Streams) -> tuple[Op, Ref] | None:
+def _chosen_at(e: Expr, scope: Scope, state: _Streams) -> tuple[Op, Ref] | None:
     """`e` as a choice by what equals its running extremum, and that; None if it is none."""
     if not isinstance(e, Op) or e.name != "select":
         return None
@@ -324,7 +324,7 @@ def _chosen_at(e: Expr, state: _Streams) -> tuple[Op, Ref] | None:
         same = [_equals_extreme(t, state) for t in tests]
         found = next((s for s in same if s is not None), None)
         others = [t for t, s in zip(tests, same, strict=True) if s is None]
-        if found is not None and not any(isinstance(n, Ref) for t in others for n in walk(t)):
+        if found is not None and not any(map(scope.moves, others)):
             whole = functools.reduce(lambda a, b: op("or", a, b, dtype="bool"), (found[0], *others))
             made = raw_op("select", (whole, chosen, rest), e.dtype)
             assert isinstance(made, Op)
