@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 from ..build import rewrite, substitute
@@ -59,6 +59,7 @@ def cut(fused: Fused, name: str) -> tuple[Fused, ...]:
     axes) but not on every axis of the work around it, which would repeat it. It is linear in size.
     """
     kernels: list[Fused] = []
+    made: dict[str, Expr] = {}
     while True:
         found = _repeated(fused)
         if not found:
@@ -73,11 +74,12 @@ def cut(fused: Fused, name: str) -> tuple[Fused, ...]:
             # at least, but for what is as large as an operand. So is a score, about a normaliser of 32 bits, where not
             # the weights are stored that are made of both; and what a row's mean is taken from.
             small = not _is_larger_than_read(c.node, 1 / LARGE)
-            exact = small or _is_part(fused, c.node) or _is_exponent(fused, c.node) or _is_centred(fused, c.node)
+            exact = small or _is_part(fused, c.node) or _is_exponent(fused, c.node)
+            exact = exact or _is_centred(fused, c.node, made)
             dtype = compute_dtype([c.node.dtype]) if exact and is_float(c.node.dtype) else c.node.dtype
             power = as_power(fused, c.node) if not small and exact else None
             node, dtype = (power.node, power.dtype) if power else (c.node, dtype)
-            stored = load(label, tuple(index(a) for a in shape), dtype)
+            stored, made[label] = load(label, tuple(index(a) for a in shape), dtype), c.node
             outputs.append(Output(label, (*own.values(),), dtype, substitute(node, {a: index(own[a]) for a in own})))
             replaced[c.node] = power.loading(stored) if power else {c.node: stored}
         kernels += cut(Fused(tuple(outputs)), f"{name}_c{len(kernels)}")
@@ -103,14 +105,24 @@ def _is_exponent(fused: Fused, node: Expr) -> bool:
     return any(node in read_unsummed(p) for p in powers)
 
 
-def _is_centred(fused: Fused, node: Expr) -> bool:
-    """Whether something is taken off `node` that some of its axes share (of weights' gradients, their mean in a row):
-    of what is left, rounding is a larger part."""
+def _is_centred(fused: Fused, node: Expr, made: Mapping[str, Expr]) -> bool:
+    """Whether something is taken off `node` that some of its axes share, and that is no sum of it as it is stored (of
+    weights' gradients, their mean in a row, by another way): rounding would be a larger part of what is left.
+
+    Args:
+      made: what is stored already, by name.
+    """
+    own = {*sources(node)}
+
+    def is_sum(taken_off: Expr) -> bool:
+        return any(own <= {*sources(e)} for e in (taken_off, *(made[s] for s in sources(taken_off) if s in made)))
+
     differences = [n for o in fused.outputs for n in walk(o.expr) if isinstance(n, Op) and n.name == "sub"]
     return any(
-        node in read_unsummed(taken_from) and free_axes(taken_off) < free_axes(node) and free_axes(taken_off)
+        node in read_unsummed(taken_from) and free_axes(taken_off) and free_axes(taken_off) < free_axes(node)
         for n in differences
         for taken_from, taken_off in (n.args, n.args[::-1])
+        if not is_sum(taken_off)
     )
 
 
