@@ -53,9 +53,7 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
         asked = followed and larger and scored and contraction <= MAX_WEIGHT_CONTRACTION
         return asked and (is_normalised(program, seed) or is_searched(program, v))
     softmax = _is_softmax(program, seed)
-    few, many = _lengths(seed)
-    multiplied = bool(reductions(v.expr)) or isinstance(v.expr, Op) and v.expr.name == "mul"
-    if multiplied and few <= FEW and v.numel > few * many * many and not softmax:
+    if is_of_streams(seed) and not softmax:
         return False
     if larger:
         # Angles, positions by frequencies: a table that is smaller than what it turns.
@@ -66,6 +64,15 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
         return False
     later = (s.value for s in seeds if s is not seed and _feeds(program, v.name, s.value.name))
     return softmax or not any(not has_weight(program, s) and _asks_again(program, s) for s in later)
+
+
+def is_of_streams(seed: Seed) -> bool:
+    """Whether a join is a product with few elements of each of many tokens (streams that a token mixes, experts that it
+    weighs)."""
+    v = seed.value
+    few, many = _lengths(seed)
+    multiplied = v.expr is not None and (reductions(v.expr) or isinstance(v.expr, Op) and v.expr.name == "mul")
+    return bool(multiplied) and few <= FEW and v.numel > few * many * many
 
 
 def _lengths(seed: Seed) -> tuple[int, int]:

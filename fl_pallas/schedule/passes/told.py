@@ -10,8 +10,8 @@ from ..build import substitute
 from ..dtype import is_int, itemsize
 from ..expr import Const, Index, Op, free_axes, load, loads, reductions, walk
 from ..program import Program, Value
-from .blow_ups import beside, given_or_returned
-from .joins import is_outer
+from .blow_ups import beside, given_or_returned, is_of_streams
+from .joins import is_outer, join
 from .region import Region, Rejected
 from .resolve_views import root_of
 
@@ -79,7 +79,7 @@ def _left_large(program: Program, regions: Sequence[Region]) -> Iterator[Rejecte
             reader = next((program.by_name[u] for u in program.users[v.name] if u not in region.members), v)
             why = "the backward pass reads it" if reader is v else "PyTorch computes it; a kernel stores what it reads"
             yield Rejected(v, reader, why, v.numel * itemsize(v.dtype), fused=True)
-        elif region is None and is_outer(v) and not (_is_stacked(v) or any(beside(program, v))):
+        elif region is None and is_outer(v) and not (_is_few(program, v) or any(beside(program, v))):
             yield Rejected(v, v, "it is no part of what a kernel computes", v.numel * itemsize(v.dtype))
         elif region is None and is_int(v.dtype) and v.expr is not None and reductions(v.expr):
             yield Rejected(v, v, "a product of integers that floats may not hold", v.numel * itemsize(v.dtype))
@@ -102,6 +102,12 @@ def _stored(program: Program, regions: Sequence[Region]) -> Iterator[tuple[Value
         yield program.by_name[name], region
         members = () if region is None else region.members
         stack += [r for m in members or (name,) for r in program.by_name[m].reads if r not in members]
+
+
+def _is_few(program: Program, v: Value) -> bool:
+    """Whether what is outer is no more than some tensors one behind another, or a few for each token."""
+    seed = join(program, v)
+    return _is_stacked(v) or seed is not None and is_of_streams(seed)
 
 
 def _is_stacked(v: Value) -> bool:
