@@ -154,7 +154,7 @@ def _div(a: Reach, b: Reach) -> Reach:
     if b.is_finite and not b.low <= 0 <= b.high and not a.nan:
         corners = [x / y for x in (a.low, a.high) for y in (b.low, b.high)]
         return _between(min(corners), max(corners), a, b)
-    return _unknown(a, b)
+    return ANYTHING if b.is_only(0.0) else _unknown(a, b)
 
 
 def _between(low: float, high: float, *of: Reach) -> Reach:

@@ -15,7 +15,7 @@ from .weights import has_weight, is_weight, operand_names, rank_of
 # A contraction with a weight longer than this is a projection even if its result is coupled.
 MAX_WEIGHT_CONTRACTION = 256
 # So few of each of many tokens, in no softmax, are streams that are mixed, and no pairs.
-FEW = 4
+FEW = 8
 
 
 def is_larger(program: Program, seed: Seed) -> bool:
