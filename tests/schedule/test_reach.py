@@ -56,17 +56,12 @@ def _grown(of: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
     )
 
 
-def _values(e: Expr) -> np.ndarray:
-    with np.errstate(all="ignore"):
-        return np.broadcast_to(_Evaluator(KNOWN).at(e, (ROW, J)), (5, 7))
-
-
-def _makes_infinity(e: Expr) -> bool:
+def _makes_infinity(e: Expr, values: Callable[[Expr], np.ndarray]) -> bool:
     """Whether an operation has an infinite result of finite numbers (a quotient by 0)."""
     if not isinstance(e, Op) or e.dtype == "bool" or not free_axes(e) <= {ROW, J}:
         return False
-    finite = np.all([np.isfinite(_values(a)) for a in e.args], axis=0)
-    return bool(np.any(finite & ~np.isfinite(_values(e))))
+    finite = np.all([np.isfinite(values(a)) for a in e.args], axis=0)
+    return bool(np.any(finite & ~np.isfinite(values(e))))
 
 
 @settings(max_examples=600, deadline=None)
@@ -74,8 +69,14 @@ def _makes_infinity(e: Expr) -> bool:
 def test_what_is_computed_is_within_reach(e: Expr, outcome: bool) -> None:
     """Where no infinity comes of finite numbers: which are taken to stay finite."""
     found = reach(e, causal, outcome, lambda _: None)
-    assume(not any(map(_makes_infinity, walk(e))))
-    values = _values(e)
+    evaluator = _Evaluator(KNOWN)
+
+    def values_of(e: Expr) -> np.ndarray:
+        return np.broadcast_to(evaluator.at(e, (ROW, J)), (5, 7))
+
+    with np.errstate(all="ignore"):
+        assume(not any(_makes_infinity(n, values_of) for n in walk(e)))
+        values = values_of(e)
     there = (np.arange(7)[None] > np.arange(5)[:, None]) == outcome
     for value in values[there].tolist():
         if math.isfinite(value):

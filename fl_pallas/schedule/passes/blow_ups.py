@@ -14,7 +14,7 @@ from .weights import has_weight, is_weight, operand_names, rank_of
 
 # A contraction with a weight longer than this is a projection even if its result is coupled.
 MAX_WEIGHT_CONTRACTION = 256
-# So few of each of many tokens, in no softmax, are streams that are mixed, and no pairs.
+# So few of each of more tokens, in no softmax, are streams that are mixed, and no pairs.
 FEW = 8
 
 
@@ -67,12 +67,12 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
 
 
 def is_of_streams(seed: Seed) -> bool:
-    """Whether a join is a product with few elements of each of many tokens (streams that a token mixes, experts that it
+    """Whether a join is a product with few elements of each of more tokens (streams that a token mixes, experts that it
     weighs)."""
     v = seed.value
     few, many = _lengths(seed)
     multiplied = v.expr is not None and (reductions(v.expr) or isinstance(v.expr, Op) and v.expr.name == "mul")
-    return bool(multiplied) and few <= FEW and v.numel > few * many * many
+    return bool(multiplied) and few <= FEW and v.numel > few * few * many
 
 
 def _lengths(seed: Seed) -> tuple[int, int]:
