@@ -181,6 +181,39 @@ def test_streams_of_each_token_are_no_pairs(device: torch.device) -> None:
     check_gradients(module, fl.compile(module), [x.detach()])
 
 
+def products_of_features(q: Tensor, k: Tensor) -> Tensor:
+    return nn.functional.silu(q[:, :, None] * k[:, None]).sum(2)
+
+
+def nearest(q: Tensor, k: Tensor) -> Tensor:
+    return (q.square().sum(-1, keepdim=True) - 2 * q @ k.mT + k.square().sum(-1)[:, None]).argmin(-1)
+
+
+def gates(q: Tensor, k: Tensor) -> Tensor:
+    return (q @ k.mT).sigmoid() @ k
+
+
+def leaves(q: Tensor, k: Tensor) -> Tensor:
+    """Of a tree, each level by two branches: how much of each reaches it."""
+    branches = torch.stack([k, 1 - k], -1)
+    found = branches[:, :, 0]
+    for level in range(1, k.shape[-1]):
+        found = (found[..., :, None] * branches[:, :, level][..., None, :]).flatten(-2)
+    return found.square().sum((-1, -2))
+
+
+@pytest.mark.parametrize(
+    "fn, queries, keys",
+    [
+        (products_of_features, (16, 8, 32), (16, 300, 32)), (nearest, (100, 32, 3), (100, 8, 3)),
+        (gates, (64, 8, 16), (64, 100, 16)), (leaves, (1,), (100, 4, 7)),
+    ],
+)  # fmt: skip
+def test_few_queries_are_no_streams(fn: Callable, queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
+    found = explain(fn, torch.randn(queries), torch.rand(keys))
+    assert found.kernel_count and not found.fallbacks
+
+
 def twice_projected(x: Tensor, narrow: Tensor, w: Tensor) -> Tensor:
     """Queries, keys and values of fewer features: PyTorch multiplies matrices, whose rows are those of a batch."""
     q, k, v = (x @ narrow @ w).chunk(3, -1)

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ..dtype import is_float
-from ..expr import Axis, Load, Op, free_axes, loads, outer_loads, reductions, walk
+from ..expr import Axis, Expr, Load, Op, free_axes, loads, outer_loads, reductions, walk
 from ..program import Program, Value, depends
-from .joins import Seed, axes_of, is_of_positions, is_outer, shared_axes
+from .joins import Seed, axes_of, is_of_positions, is_outer, join, shared_axes
 from .resolve_views import root_of
 from .weights import has_weight, is_weight, operand_names, rank_of
 
@@ -53,7 +53,7 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
         asked = followed and larger and scored and contraction <= MAX_WEIGHT_CONTRACTION
         return asked and (is_normalised(program, seed) or is_searched(program, v))
     softmax = _is_softmax(program, seed)
-    if is_of_streams(seed) and not softmax:
+    if is_of_streams(program, seed) and not is_exponent(program, v) and not _branches(program, seed):
         return False
     if larger:
         # Angles, positions by frequencies: a table that is smaller than what it turns.
@@ -66,13 +66,34 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     return softmax or not any(not has_weight(program, s) and _asks_again(program, s) for s in later)
 
 
-def is_of_streams(seed: Seed) -> bool:
+def is_of_streams(program: Program, seed: Seed) -> bool:
     """Whether a join is a product with few elements of each of more tokens (streams that a token mixes, experts that it
-    weighs)."""
+    weighs), and makes no more of them than so many of all that is given.
+
+    Both sides come last; a sum is of about as many terms as there are streams, or its results are few (the gradient of
+    what these are mixed by). Queries and keys share their features, or a sum over them.
+    """
     v = seed.value
+    assert v.expr is not None
     few, many = _lengths(seed)
-    multiplied = v.expr is not None and (reductions(v.expr) or isinstance(v.expr, Op) and v.expr.name == "mul")
-    return bool(multiplied) and few <= FEW and v.numel > few * few * many
+    wide = [a for a in v.axes if a.extent > 1]
+    if few > FEW + 1 or v.numel <= few * few * many or not wide or wide[-1] not in seed.rows | seed.cols:
+        return False
+    found = reductions(v.expr)
+    multiplied = all(_is_product(r.body) for r in found) if found else _is_product(v.expr)
+    short = many <= FEW + 1 or all(abs(r.axis.extent - few) <= 1 for r in found)
+    return multiplied and short and v.numel <= (FEW + 1) * given_or_returned(program, program.saved)
+
+
+def _is_product(e: Expr) -> bool:
+    return isinstance(e, Op) and e.name == "mul" and e.args[0] is not e.args[1]
+
+
+def _branches(program: Program, seed: Seed) -> bool:
+    """Whether a join multiplies another one, or another multiplies it (the levels of a tree, each by its branches)."""
+    v = seed.value
+    around = (program.by_name[name] for name in (*v.reads, *program.users[v.name]))
+    return any(u.expr is not None and _is_product(u.expr) and join(program, u) is not None for u in around)
 
 
 def _lengths(seed: Seed) -> tuple[int, int]:

@@ -107,7 +107,7 @@ def _stored(program: Program, regions: Sequence[Region]) -> Iterator[tuple[Value
 def _is_few(program: Program, v: Value) -> bool:
     """Whether what is outer is no more than some tensors one behind another, or a few for each token."""
     seed = join(program, v)
-    return _is_stacked(v) or seed is not None and is_of_streams(seed)
+    return _is_stacked(v) or seed is not None and is_of_streams(program, seed)
 
 
 def _is_stacked(v: Value) -> bool:
