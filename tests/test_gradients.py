@@ -45,7 +45,10 @@ LEFT = {
     "max_plus_scores": _EXTREMUM,
 }
 """Cases that run in PyTorch where gradients are asked for, and why."""
-STORED = {"value_variance_centred": "few products inside of others are stored"}
+STORED = {
+    "value_variance_centred": "few products inside of others are stored",
+    "scan_of_a_scan": "scores, which each kernel would compute several times",
+}
 """Cases whose backward pass stores what is linear in long sequences."""
 
 
