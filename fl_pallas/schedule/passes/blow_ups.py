@@ -245,11 +245,15 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     that each head makes of a token), which that region may compute or read. So are features that a layer makes, of
     whatever size, and a norm takes the means of.
     """
-    own, exponent = is_normalised(program, seed), is_exponent(program, seed.value)
-    features = has_weight(program, seed.value) and not exponent
+    own, exponent, layer = (
+        is_normalised(program, seed),
+        is_exponent(program, seed.value),
+        has_weight(program, seed.value),
+    )
+    features = layer and not exponent
 
     def is_alike(s: Seed) -> bool:
-        return is_normalised(program, s) and (is_exponent(program, s.value) or not exponent)
+        return is_normalised(program, s) and (is_exponent(program, s.value) or not exponent or layer)
 
     # What reduces a softmax, and is none (a gradient of values that few queries ask for), is its end.
     others = {s.value.name for s in seeds if s is not seed and (not own or is_alike(s))}
