@@ -42,7 +42,7 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     readers = [program.by_name[u] for u in program.users[v.name]]
     if _is_table(program, v) or (reductions(v.expr) and is_picked_often(program, v, readers)):
         return False
-    if v.projection and not _is_softmax(program, seed):
+    if v.projection and not _is_normalised_power(program, seed):
         return False
     coupled, followed = _path(program, v)
     larger = is_larger(program, seed)
@@ -52,7 +52,6 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
         scored = contraction > 1 or is_exponent(program, v)
         asked = followed and larger and scored and contraction <= MAX_WEIGHT_CONTRACTION
         return asked and (is_normalised(program, seed) or is_searched(program, v))
-    softmax = _is_softmax(program, seed)
     if is_of_streams(program, seed) and not is_exponent(program, v) and not _branches(program, seed):
         return False
     if larger:
@@ -62,8 +61,10 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
         return followed and (not table or is_normalised(program, seed))
     if not coupled or not followed:
         return False
+    if _is_normalised_power(program, seed):
+        return True
     later = (s.value for s in seeds if s is not seed and _feeds(program, v.name, s.value.name))
-    return softmax or not any(not has_weight(program, s) and _asks_again(program, s) for s in later)
+    return not any(not has_weight(program, s) and _asks_again(program, s) for s in later)
 
 
 def is_of_streams(program: Program, seed: Seed) -> bool:
@@ -133,8 +134,9 @@ def beside(program: Program, v: Value) -> Iterator[Value]:
     return (o for o in others if o.numel >= v.numel and not depends(program, {o.name}, {v.name}))
 
 
-def _is_softmax(program: Program, seed: Seed) -> bool:
-    """Whether the join is of scores that a softmax is taken of."""
+def _is_normalised_power(program: Program, seed: Seed) -> bool:
+    """Whether exponentials are taken of the join's elements, or of what is made of them, and these meet a reduction of
+    themselves."""
     return is_exponent(program, seed.value) and is_normalised(program, seed)
 
 
@@ -317,8 +319,8 @@ def ends(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
             return False
         others = [s for s in others if not is_larger(program, s) and is_normalised(program, s)]
     else:
-        short = not _is_softmax(program, seed)
-        others = [s for s in others if is_larger(program, s) or short and _is_softmax(program, s)]
+        summing = not _is_normalised_power(program, seed)
+        others = [s for s in others if is_larger(program, s) or summing and _is_normalised_power(program, s)]
     return any(_feeds(program, s.value.name, seed.value.name) for s in others)
 
 
