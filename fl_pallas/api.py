@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
 from .backend import Backend
+from .capture import skipped
 from .classes import compiled_class
 from .config import config
 from .errors import FallbackWarning, InputError, Unsupported
@@ -149,11 +150,19 @@ def _has_recompile_limit() -> bool:
 def _guarded(call: Callable[..., Any], plain: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
     """`call` with errors of ours; where a transform of PyTorch would see through, `plain`, of which it is made."""
 
+    before = skipped.known(plain)
+
     def known(*args: Any, **kwargs: Any) -> Any:
+        nonlocal before
         explaining = _explaining.get()
-        if explaining is None or backend is explaining:
-            return call(*args, **kwargs)
-        return _compiled(plain, explaining)(*args, **kwargs)
+        if explaining is not None and backend is not explaining:
+            return _compiled(plain, explaining)(*args, **kwargs)
+        frames = skipped.frames()
+        out = call(*args, **kwargs)
+        if before or skipped.frames() != frames:
+            backend.skip(before + skipped.skipped(skipped.frames() - frames))
+            before = []
+        return out
 
     apart = torch.compiler.disable(known)
 

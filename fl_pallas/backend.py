@@ -57,6 +57,13 @@ class Backend:
         """What is pickled of a compiled module is its settings: kernels are made anew."""
         return Backend, (self.given,)
 
+    def skip(self, refusals: Sequence[Unsupported]) -> None:
+        """Tell of what TorchDynamo never hands on, and PyTorch runs."""
+        for fallback in map(refused, refusals):
+            if self.explanation is not None:
+                self.explanation.skipped.append(fallback)
+            report(fallback, config.merged(**self.given))
+
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         settings, end = config.merged(**self.given), _early_end(gm)
         lay_as_pytorch(gm)

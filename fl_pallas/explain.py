@@ -70,9 +70,14 @@ class Graph:
 
 @dataclass
 class Explanation:
-    """The graphs of a function, in the order they were compiled (a graph break gives several)."""
+    """The graphs of a function, in the order they were compiled (a graph break gives several).
+
+    Attributes:
+      skipped: functions that TorchDynamo gives no graph of.
+    """
 
     graphs: list[Graph] = field(default_factory=list)
+    skipped: list[Fallback] = field(default_factory=list)
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
@@ -84,7 +89,7 @@ class Explanation:
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
-        return tuple(f for g in self.graphs for f in g.fallbacks)
+        return tuple(f for g in self.graphs for f in g.fallbacks) + tuple(self.skipped)
 
     def ir(self, stage: str | None = None) -> str:
         """The IR after each pass (or after `stage` alone), graph after graph."""
@@ -100,6 +105,8 @@ class Explanation:
         console = console or Console()
         for n, g in enumerate(self.graphs):
             console.print(_graph_tree(n, g))
+        for f in self.skipped:
+            console.print(f"[yellow]{f}[/]")
 
     def __str__(self) -> str:
         text = io.StringIO()
