@@ -139,3 +139,18 @@ def test_either_way_is_right(fn: Callable, dtype: torch.dtype, device: torch.dev
     with torch.no_grad():
         check(fn, inputs, compiled(*inputs))
     check_gradients(fn, compiled, inputs)
+
+
+@pytest.mark.parametrize("first", [1, 4])
+def test_tokens_that_are_not_rotated_need_no_kernels_of_their_own(first: int, device: torch.device) -> None:
+    """Class tokens and registers of vision transformers."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k = (torch.cat((x[:, :, :first], rotated(x[:, :, first:], cos, sin)), 2) for x in (q, k))
+        return F.scaled_dot_product_attention(q, k, v)
+
+    q, k, v = (torch.randn(1, 2, 70, 16, device=device, requires_grad=True) for _ in range(3))
+    angles = torch.randn(70 - first, 16, device=device)
+    inputs = (q, k, v, angles.cos(), angles.sin())
+    assert [len(g.kernels) for g in fl.explain(fn, *inputs).graphs] == [1, 2]
+    check_gradients(fn, fl.compile(fn), inputs)

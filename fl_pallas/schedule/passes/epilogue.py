@@ -27,10 +27,18 @@ def with_epilogue(program: Program, members: set[str], others: set[str]) -> set[
         if not inner or reductions(v.expr):
             continue
         largest = max((program.by_name[r] for r in inner), key=lambda r: r.numel)
-        finishes = v.numel == largest.numel and not uses_division(v.expr) or _is_part(program, v, largest)
+        finishes = v.numel == largest.numel and _is_of_all(v, largest) or _is_part(program, v, largest)
         if finishes and not depends(program, set(v.reads) - members, members):
             members.add(v.name)
     return members
+
+
+def _is_of_all(v: Value, whole: Value) -> bool:
+    """Whether `v` reads all of `whole`, and not one of its rows again (the gradient of a token that is not rotated)."""
+    assert v.expr is not None
+    found = [n for n in loads(v.expr) if n.source == whole.name]
+    indices = [i for n in found for i, a in zip(n.index, whole.axes, strict=True) if a.extent > 1]
+    return not uses_division(v.expr) and all(map(free_axes, indices))
 
 
 def _is_part(program: Program, v: Value, whole: Value) -> bool:
