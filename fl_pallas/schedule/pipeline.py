@@ -49,6 +49,7 @@ from .passes.strength import by_element, without_divisions
 from .passes.tabulate import tabulate
 from .passes.unflatten import unflatten
 from .passes.weigh import cheapest, covering
+from .passes.write_out import write_out
 from .plan import Choices, KernelPlan, Loop, Store
 from .program import Program, Value, compute_of
 from .target import HOPPER, Target
@@ -270,7 +271,7 @@ def _planned(
     """
     loops, stores, notes = stream(part, compute)
     loops = by_element(loading(loops, held))
-    parallel, loops, stores = group_rows(*group_features(parallel_axes(part), loops, stores))
+    parallel, loops, stores = group_rows(*group_features(*write_out(parallel_axes(part), loops, stores)))
 
     def built(loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> KernelPlan:
         own = tuple(a for a in parallel if any(a in s.axes for s in stores))

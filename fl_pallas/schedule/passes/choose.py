@@ -13,10 +13,10 @@ from ..plan import Accumulator, Choices, Loop, Store
 from ..scan import BLOCK
 from ..target import Target
 from .registers import is_intricate, largest_tile, pressure
-from .roles import MAX_FEATURES, Roles
+from .roles import MAX_FEATURES, Roles, is_of_computed_rows
 from .shared import shared
 
-MIN_TILE = 16
+MIN_TILE, WARP = 16, 32
 
 
 # (row, column, warps, stages), best first, as measured on an H200 by benchmarks/probe_tiles.py.
@@ -55,6 +55,8 @@ NARROW = (
 SEVERAL = ((64, 64, 4, 3), (128, 64, 8, 2), (64, 64, 4, 2), *NARROW)
 # (row, other, loop, warps), for sums of elements that a thread takes by itself: by what is compiled of them.
 BY_THREAD = ((32, 64, 4, 4), (64, 64, 4, 8), (16, 64, 8, 4), (32, 32, 8, 4))
+# (row, loop), for sums of rows that a thread takes by itself.
+ROWS_BY_THREAD = ((128, 8), (256, 8), (128, 4), (64, 8))
 # Elements of a tile that gives its warps enough to do; what is so many times smaller is small; and there are programs
 # to spare if each processor has so many.
 FULL, SMALL, FEW = 8192, 4, 16
@@ -98,7 +100,22 @@ def choose(
             if pressure(wider, kinds, loops, stores, bytes_, target) <= SLACK:
                 found.append(wider)
         found.append(c)
-    return tuple(dict.fromkeys((*([] if scanned else _by_thread(kinds, loops)), *found)))
+    own = [] if scanned else [*_rows_by_thread(kinds, loops), *_by_thread(kinds, loops)]
+    return tuple(dict.fromkeys((*own, *found)))
+
+
+def _rows_by_thread(kinds: Roles, loops: tuple[Loop, ...]) -> list[Choices]:
+    """Choices for a loop that sums elements of rows alone: few indices of it in a tile, so that a thread has the sum of
+    a row to itself, and what it loads is the same for all threads."""
+    if len(loops) != 1 or kinds.row is None or not is_of_computed_rows(loops[0], kinds):
+        return []
+    fixed = dict.fromkeys(kinds.batch, 1) | {a: power_of_two(a.extent) for a in kinds.features}
+    most = power_of_two(kinds.row.extent)
+    ways = ((row, step) for row, step in ROWS_BY_THREAD if row <= most)
+    return [
+        Choices(tuple((fixed | {kinds.row: row, loops[0].axis: step}).items()), min(4, row // WARP), 1)
+        for row, step in ways
+    ]
 
 
 def _by_thread(kinds: Roles, loops: tuple[Loop, ...]) -> list[Choices]:

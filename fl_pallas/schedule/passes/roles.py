@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..dtype import is_float
-from ..expr import Axis, Expr, Load, Op, Reduce, Ref, free_axes, index, loads, walk
+from ..dtype import is_float, itemsize
+from ..expr import Axis, Expr, Load, Op, Reduce, Ref, free_axes, index, loads, reductions, walk
 from ..inner import factors, power_of_two
-from ..plan import Accumulator, Loop, Store
+from ..plan import Accumulator, Loop, Store, step_expressions
 from ..remember import remembered
 from ..scan import scanned_axes
 
 # Rows that have nothing in common, and are summed each by itself, are taken several at once where there are so many.
 MANY_ROWS = 16384
 MAX_FEATURES = 256
+# Of two warps: fewer rows, or indices, are too few for threads to take them by themselves.
+THREADS = 64
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,14 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
         own = [a for a in store.axes if a in features]
         while len(own) > 1 and math.prod(power_of_two(a.extent) for a in own) > MAX_FEATURES:
             features.remove(own.pop(0))
-    rest = [a for a in axes if a not in features]
     every = {n for e in bodies for n in loads(e)}
     along = {loop.axis for loop in loops}
+    longest = max(features, key=lambda a: a.extent, default=None)
+    if loops and longest and longest.extent > MAX_FEATURES and not any({longest} < free_axes(n) for n in every):
+        features.remove(
+            longest
+        )  # pairs of what is loaded by row, and by index, cost something whatever is done with them
+    rest = [a for a in axes if a not in features]
     numbers = {n for n in every if is_float(n.dtype)}
     # Labels, where pairs are counted.
     found = numbers if any(not loops or free_axes(n) & along for n in numbers) else every
@@ -85,6 +92,28 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
         row = None if few or any(isinstance(n, Reduce) for e in bodies for n in walk(e)) else _innermost(found, rest)
     column = None if loops else _other_side(row, rest, stores)
     return Roles(tuple(features), row, tuple(a for a in rest if a not in (row, column)), column)
+
+
+def is_of_rows(loop: Loop, kinds: Roles) -> bool:
+    """Whether a loop accumulates, of rows alone, elements of 32 bits or more, with no sums inside."""
+    sums = [s for s in loop.steps if isinstance(s, Accumulator)]
+    exprs = [e for s in sums for e in step_expressions(s)]
+    return (
+        kinds.row is not None
+        and len(sums) == len(loop.steps)
+        and not any(reductions(e) for e in exprs)
+        and not any({*s.axes} & {*kinds.features} for s in sums)
+        and not any(is_float(n.dtype) and itemsize(n.dtype) < 4 for e in exprs for n in loads(e))
+    )
+
+
+def is_of_computed_rows(loop: Loop, kinds: Roles) -> bool:
+    """The same, where what it accumulates of pairs of a row and an index of the loop is computed, and no pair is
+    loaded: threads can take rows by themselves, all of one index at a time."""
+    if not is_of_rows(loop, kinds) or kinds.row is None or min(kinds.row.extent, loop.axis.extent) < THREADS:
+        return False
+    pair = {kinds.row, loop.axis}
+    return not any(pair <= free_axes(n) for s in loop.steps for e in step_expressions(s) for n in loads(e))
 
 
 def _innermost(found: set[Load], rest: list[Axis]) -> Axis | None:

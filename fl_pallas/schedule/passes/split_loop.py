@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..expr import Axis, Expr, Ref, free_axes, index, load, loads, reductions, ref
 from ..inner import as_product, is_sequential, power_of_two
-from ..plan import Accumulator, Anchor, Choices, KernelPlan, Loop, Step, Store, bounds_of
+from ..plan import Accumulator, Anchor, Choices, KernelPlan, Loop, Step, Store, bounds_of, is_by_thread
 from ..target import Target
 from .merge_partials import held_type, part_of
 
@@ -29,6 +29,8 @@ MIN_HEAVY_PART = 64
 # Programs wanted for each processor: one loads while another computes. More where data bounds the loop, for parts are
 # of different lengths then, and short ones make up for it.
 WAVES, UNEVEN_WAVES = 2, 4
+# The same, where threads have rows to themselves.
+WAVES_OF_ROWS = 8
 # Elements that the merging kernel takes at once.
 MERGED_AT_ONCE = 8192
 
@@ -66,8 +68,11 @@ def number_of_parts(plan: KernelPlan, target: Target) -> int:
     if len(plan.loops) != 1:
         return 1
     programs = programs_of(plan)
-    few, half = FEW * programs <= target.processors, HALF * programs <= target.processors
     extent = plan.loops[0].axis.extent
+    if extent >= MIN_EXTENT_OF_HALF and _is_of_rows(plan):
+        wanted = min(WAVES_OF_ROWS * target.processors // programs, extent // MIN_PART)
+        return 1 << max(0, wanted.bit_length() - 1)
+    few, half = FEW * programs <= target.processors, HALF * programs <= target.processors
     if programs >= target.processors or extent < (MIN_EXTENT_OF_HALF if half else MIN_EXTENT):
         return 1
     tiles = dict(plan.choices.tiles)
@@ -80,6 +85,13 @@ def number_of_parts(plan: KernelPlan, target: Target) -> int:
         shorter = extent // max(MIN_PART, MIN_PART_PER_ROW_OF_FEW * rows)
         wanted = max(wanted, min(target.processors // max(1, programs), shorter))
     return 1 << max(0, wanted.bit_length() - 1)
+
+
+def _is_of_rows(plan: KernelPlan) -> bool:
+    """Whether a thread has a row to itself: a program then waits for its own arithmetic, with no other to go on."""
+    tiles = dict(plan.choices.tiles)
+    one = all(sum(tiles.get(a, 1) > 1 for a in s.axes) == 1 for s in plan.loops[0].steps)
+    return one and is_by_thread(plan, plan.loops[0])
 
 
 def _is_heavy(plan: KernelPlan) -> bool:
@@ -119,8 +131,11 @@ def _merging(plan: KernelPlan, name: str, loop: Loop, axis: Axis, names: dict[st
         return replace(step, update=part_of(step, part, plan.compute), dtype=held_type(step, plan.compute))
 
     # Rows one at a time: there are few, and nothing is shared between them. What was stored lies along the last axis.
-    along = plan.features if plan.grid[-1:] and plan.grid[-1] in plan.features else plan.grid[-1:]
-    tiles = {a: plan.choices.tile(a) or 1 if a in along else 1 for a in plan.grid}
+    kept = [a for a in plan.grid if any(a in s.axes for s in loop.steps)]
+    along = plan.features if kept[-1:] and kept[-1] in plan.features else kept[-1:]
+    # What is chosen among accumulators, by their last index, is stored side by side.
+    chosen = [a for a in plan.features if a not in kept]
+    tiles = {a: plan.choices.tile(a) or 1 if a in (*along, *chosen) else 1 for a in plan.grid}
     together = max(1, MERGED_AT_ONCE // max(math.prod(tiles.values()), 1))
     tiles[axis] = min(power_of_two(axis.extent), 1 << (together.bit_length() - 1))
     return KernelPlan(
