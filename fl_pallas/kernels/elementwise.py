@@ -31,6 +31,12 @@ COMBINE: dict[str, Callable[[Array, Array], Array]] = {
 
 def elementwise(ctx: Context, e: Op) -> Tile:
     """An operation on what its arguments are, element by element."""
+    if (group := ctx.group(e)) is not None:
+        start, axis = group
+        n = jnp.asarray(e.args[1].value, start.dtype)  # type: ignore[union-attr]
+        if e.name == "floordiv":
+            return Tile(lax.div(start, n), ())
+        return Tile(lax.iota(jnp.int32, ctx.side(axis)) + lax.rem(start, n), (axis,))
     args = [ctx.eval(a) for a in e.args]
     axes = ctx.sorted_axes({a for t in args for a in t.axes})
     arrays = [ctx.spread(t, axes) for t in args]

@@ -7,7 +7,7 @@ from jax import Array, lax
 from jax.experimental.pallas import triton as plgpu
 
 from ..schedule.dtype import itemsize
-from ..schedule.expr import Axis, Expr, Index, Load, Size, free_axes
+from ..schedule.expr import Axis, Expr, Index, Load, Size, free_axes, walk
 from ..schedule.integer import from_linear, is_inside, linear
 from .blocks import Block, block_load, block_shape, flattened
 from .native import direct
@@ -23,7 +23,11 @@ def load(ctx: Context, e: Load) -> Tile:
 def _loaded(ctx: Context, e: Load) -> Tile:
     operand = ctx.operands[e.source]
     axes = ctx.sorted_axes(free_axes(e))
-    if (block := _block(ctx, e, axes)) is not None:
+    if any(ctx.group(n) for i in e.index for n in walk(i)):
+        # What is of a group, and of no member, is loaded once for all of a tile.
+        axes = ctx.sorted_axes({a for i in e.index for a in ctx.eval(i).axes})
+    whole = len(axes) == len(ctx.wide(free_axes(e)))
+    if whole and (block := _block(ctx, e, axes)) is not None:
         return Tile(block, axes)
     offset, inside = address(ctx, operand, e.index, axes)
     reference = operand.ref.at[offset]  # type: ignore[attr-defined]

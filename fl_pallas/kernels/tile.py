@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ..schedule.dtype import is_float
-from ..schedule.expr import Axis, Expr, Size, free_axes, ref_names
+from ..schedule.expr import Axis, Const, Expr, Index, Op, Size, free_axes, ref_names
 from ..schedule.inner import covering_tile
 from ..schedule.integer import bounds
 from .blocks import Blocks
@@ -207,6 +207,17 @@ class Context(ABC):
             return Tile(jnp.int32(0) if start is None else start, ())
         along = lax.iota(jnp.int32, side)
         return Tile(along if start is None else along + start, (axis,))
+
+    def group(self, e: Expr) -> tuple[Array, Axis] | None:
+        """Of a quotient or remainder of indices by a number, where all of the current tile has the same quotient: the
+        tile's first index, and its axis."""
+        if not isinstance(e, Op) or e.name not in ("floordiv", "mod"):
+            return None
+        i, n = e.args
+        if not isinstance(i, Index) or not isinstance(n, Const):
+            return None
+        start, side = self.start(i.axis), self.side(i.axis)
+        return (start, i.axis) if start is not None and side > 1 and int(n.value) % side == 0 else None
 
     def within(self, axis: Axis) -> Tile | None:
         """Which indices of the current tile lie inside of the axis; None if all do."""

@@ -89,10 +89,10 @@ class Shift:
 class Term:
     """hoisted · exp(exponent + offset) · Π factors · Π shifts, and 0 where a gate is closed.
 
-    exponent and factors vary with the loop axis and do not move; hoisted, offset and the gates'
-    conditions are free of the loop axis. Where it is `rounded`, that is done to the power times the factors.
-    Where it is `chosen`, an element is 0 by choice where the exponent, if there is one, is -inf; `kept` are the
-    conditions of that, but for those without which the exponent is never -inf.
+    exponent and factors vary with the loop axis and do not move; hoisted, offset and the gates' conditions are free of
+    the loop axis. Where it is `rounded`, that is done to the power times the factors, before these are multiplied by
+    the `last` one. Where it is `chosen`, an element is 0 by choice where the exponent, if there is one, is -inf; `kept`
+    are the conditions of that, but for those without which the exponent is never -inf.
     """
 
     hoisted: Expr
@@ -102,6 +102,7 @@ class Term:
     shifts: tuple[Shift, ...] = ()
     gates: tuple[Expr, ...] = ()
     rounded: bool = False
+    last: Expr | None = None
     chosen: bool = False
     kept: tuple[Expr, ...] = ()
 

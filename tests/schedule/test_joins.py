@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fl_pallas as fl
@@ -467,3 +469,37 @@ def test_attention_along_two_axes_is_made_once(dtype: torch.dtype, device: torch
     gradients = [s.shape for p in backward.kernels for s in p.stores if math.prod(s.shape) == 2 * 40 * 40 * 4 * 16]
     assert len(gradients) == 6 and all(shape[-2:] == (4, 16) for shape in gradients)
     check_gradients(axial, fl.compile(axial), given)
+
+
+class Narrow(nn.Module):
+    """Layers whose heads have fewer features than the stream, or share their keys, between norms (Gemma)."""
+
+    def __init__(self, width: int, heads: int, groups: int, features: int, last: bool) -> None:
+        super().__init__()
+        self.heads, self.groups, self.last = heads, groups, last
+        sizes = [(width, heads * features), *[(width, groups * features)] * 2, (heads * features, width)]
+        self.layers = nn.ModuleList(nn.ModuleList(nn.Linear(i, o, bias=False) for i, o in sizes) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def norm(t: Tensor) -> Tensor:
+            return F.rms_norm(t, t.shape[-1:])
+
+        for into_q, into_k, into_v, out in self.layers:
+            y = norm(x)
+            q, k, v = (
+                layer(y).unflatten(-1, (n, -1)).transpose(1, 2)
+                for layer, n in self._projections(into_q, into_k, into_v)
+            )
+            o = F.scaled_dot_product_attention(norm(q), norm(k), v, is_causal=True, enable_gqa=True)
+            o = out(o.transpose(1, 2).flatten(2))
+            x = x + (norm(o) if self.last else o)
+        return x
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("width", "heads", "groups", "features"), [(128, 4, 4, 16), (32, 4, 1, 16), (80, 4, 1, 32)])
+def test_layers_that_widen_are_no_blow_ups(width: int, heads: int, groups: int, features: int, last: bool) -> None:
+    with unrun(), warnings.catch_warnings():
+        warnings.simplefilter("error", fl.FallbackWarning)
+        graphs = fl.explain(Narrow(width, heads, groups, features, last), torch.randn(1, 131, width)).graphs
+    assert [len(g.kernels) for g in graphs] == [3, 6]

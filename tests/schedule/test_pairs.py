@@ -95,3 +95,25 @@ def test_differences_by_features_of_one_side(fn: Callable, device: torch.device)
     h, x = (t[:1] for t in inputs(37, torch.float32, device)[:2])
     given = [h[..., :8].bfloat16(), (x[..., :3] + 3).bfloat16()]
     run_and_check(fn, fl.compile(fn, fallback="error"), given, name="messages")
+
+
+def interaction(x: Tensor, vectors: Tensor, a: Tensor, points: Tensor) -> Tensor:
+    """Messages of channels by coordinates, of directions and of neighbours' vectors (PaiNN, TorchMD-NET)."""
+    apart = points[:, None] - points
+    near = torch.exp(-(apart.square().sum(-1) + 1e-10).sqrt())[..., None]
+    return ((a * near)[..., None] * apart[:, :, None] + vectors * (x * near)[..., None]).sum(1)
+
+
+def attended(x: Tensor, vectors: Tensor, a: Tensor, points: Tensor) -> Tensor:
+    """The same, by a softmax of each channel."""
+    apart = points[:, None] - points
+    weights = torch.softmax(a[:, None] * x - (apart.square().sum(-1) + 1e-10).sqrt()[..., None], 1)
+    return (weights[..., None] * (apart[:, :, None] + vectors)).sum(1)
+
+
+@pytest.mark.parametrize("fn", [interaction, attended])
+def test_channels_by_coordinates(fn: Callable[..., Tensor], device: torch.device) -> None:
+    """One index of a coordinate in a tile: the sum of weighted points is no product of matrices, and rounds as one."""
+    inputs = [torch.randn(47, *rest, device=device).bfloat16() for rest in ((8,), (8, 3), (8,), (3,))]
+    run_and_check(fn, fl.compile(fn), inputs)
+    check_gradients(fn, fl.compile(fn), inputs)

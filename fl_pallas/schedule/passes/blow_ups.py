@@ -32,10 +32,10 @@ def is_larger(program: Program, seed: Seed) -> bool:
 def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     """Whether a region grows from this join.
 
-    Joins with a weight are projections unless they are larger than their sources, and normalised (learned keys) or
-    searched (codes). Others must be larger than their sources and be reduced later, those of elements also larger
-    than all inputs, or normalised; a shorter one (short sequences) must be coupled, and not merely lead to another
-    join of that kind.
+    Joins with a weight are projections unless they are larger than their sources, and normalised as exponentials are
+    (learned keys; the features of a norm are none) or searched (codes). Others must be larger than their sources and be
+    reduced later, those of elements also larger than all inputs, or normalised; a shorter one (short sequences) must be
+    coupled, and not merely lead to another join of that kind.
     """
     v = seed.value
     assert v.expr is not None
@@ -51,7 +51,7 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
         # What a gate of one number hands on to all features is no score, whatever that number is multiplied by.
         scored = contraction > 1 or is_exponent(program, v)
         asked = followed and larger and scored and contraction <= MAX_WEIGHT_CONTRACTION
-        return asked and (is_normalised(program, seed) or is_searched(program, v))
+        return asked and (_is_normalised_power(program, seed) or is_searched(program, v))
     if is_of_streams(program, seed) and not is_exponent(program, v) and not _branches(program, seed):
         return False
     if larger:

@@ -15,7 +15,7 @@ from ..build import op, substitute
 from ..dtype import itemsize
 from ..expr import Axis, Expr, Load, divides, free_axes, index, load, loads, reductions
 from ..program import Program, Value, depends
-from .blow_ups import ends, given_or_returned, is_blow_up, is_exponent, is_larger, is_normalised, is_searched, serves
+from .blow_ups import ends, given_or_returned, is_blow_up, is_larger, serves
 from .epilogue import with_epilogue, with_sparing_epilogue
 from .joins import Seed, along_shared, is_outer, join, turned
 from .region import Growth, Region, Rejected
@@ -56,7 +56,7 @@ def grow_regions(program: Program) -> Growth:
     tried = [(seed, why) for seed, why in tried if not _is_led_into(program, seed, products)]
     covered: set[str] = set()
     for seed, blocker in tried:
-        if blocker is not None and seed.value.projection or _is_layer(program, seed, seeds):
+        if blocker is not None and seed.value.projection:
             continue
         if blocker is None:
             others = (other for other, why in tried if why is None and other is not seed)
@@ -112,35 +112,6 @@ def grow_regions(program: Program) -> Growth:
         for members, sides in finished
     ]
     return Growth(tuple(regions), told(program, regions, rejected, given))
-
-
-def _is_layer(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
-    """Whether a join with a weight is the gradient that a layer hands on to a norm, and to the embeddings before that:
-    features, of no softmax, that are read out by nothing (as a memory's slots are), and need no code found. What makes
-    pairs of them with other tokens (an attention's gradient, behind that of its gate) is none of theirs."""
-    v = seed.value
-    if v.expr is None or not reductions(v.expr) or not has_weight(program, v):
-        return False
-    if is_exponent(program, v) or is_searched(program, v):
-        return False
-    others = (s for s in seeds if s.value is not v and s.value.name in seed.members)
-    pairs = any(not has_weight(program, s.value) and is_normalised(program, s) for s in others)
-    return pairs or not _is_read_out(program, seed)
-
-
-def _is_read_out(program: Program, seed: Seed) -> bool:
-    """Whether a member sums along the columns, times what has an axis of its own."""
-    for u in (program.by_name[m] for m in seed.members.keys() - seed.large):
-        for r in reductions(u.expr) if u.expr is not None else ():
-            for n in loads(r.body):
-                if n.source not in seed.large or r.axis not in _indexing(
-                    n, seed.members[n.source], seed.sides[n.source][1]
-                ):
-                    continue
-                own = frozenset().union(*map(free_axes, n.index))
-                if any(frozenset().union(*map(free_axes, m.index)) - own for m in loads(r.body)):
-                    return True
-    return False
 
 
 def _narrowed(program: Program, seed: Seed) -> Seed | None:

@@ -138,6 +138,7 @@ def _term(t: Term, r: Reduce, n: int, scope: Scope, state: _Streams) -> Expr:
         weight = f if weight is None else op("mul", weight, f, dtype=f.dtype)
     if t.rounded and weight is not None:
         weight = scope.op("rounded", weight)
+        weight = weight if t.last is None else op("mul", weight, t.last, dtype=t.last.dtype)
     value = _shifted(t, weight, anchor, r, n, scope, state)
     value = scope.op("mul", scale, value)
     value = _chosen(value, t, anchor[0] if anchor else None, other, n, scope, state)

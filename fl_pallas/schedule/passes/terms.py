@@ -50,7 +50,8 @@ def _differences(body: Expr, scope: Scope) -> list[Term]:
     loaded bfloat16; empty if the body is none.
 
     Far from the origin the terms cancel. They are exact but for sums in float32 if both take w as a product of matrices
-    rounds it: what that rounds away is multiplied by the difference then, as it is in PyTorch, and not by a and b.
+    rounds it (the second may become none, where tiles have one index of d): what that rounds away is multiplied by the
+    difference then, as it is in PyTorch, and not by a and b.
     """
     found = factors(body)
     own = _difference([f for f in found if scope.varies(f)], frozenset(), scope)
@@ -62,12 +63,9 @@ def _differences(body: Expr, scope: Scope) -> list[Term]:
         [cast(g, scope.dtype) for g in found if not scope.varies(g)],
         scope.const(sign),
     )
-    weight = functools.reduce(lambda x, y: scope.op("mul", x, y), moving)
+    weight = scope.op("rounded", functools.reduce(lambda x, y: scope.op("mul", x, y), moving))
     first = scope.op("mul", hoisted, cast(a, scope.dtype))
-    return [
-        Term(first, factors=(scope.op("rounded", weight),)),
-        Term(scope.op("neg", hoisted), factors=(*moving, b)),
-    ]
+    return [Term(first, factors=(weight,)), Term(scope.op("neg", hoisted), factors=(weight, b))]
 
 
 def apart(t: Term, dtype: str, scope: Scope) -> list[Term]:
@@ -80,7 +78,8 @@ def apart(t: Term, dtype: str, scope: Scope) -> list[Term]:
     (a, b, sign), rest = own
     first = scope.op("mul", scope.op("mul", scope.const(sign), t.hoisted), cast(a, scope.dtype))
     second = scope.op("mul", scope.const(-sign), t.hoisted)
-    return [replace(t, hoisted=first, factors=rest, rounded=True), replace(t, hoisted=second, factors=(*rest, b))]
+    weights = replace(t, factors=rest, rounded=True)
+    return [replace(weights, hoisted=first), replace(weights, hoisted=second, last=b)]
 
 
 def _difference(
