@@ -49,3 +49,18 @@ def test_both_passes_fuse(fn: Callable, needed: int) -> None:
 def test_gradients(fn: Callable, dtype: torch.dtype, device: torch.device) -> None:
     for n in (33, 70):
         check_gradients(fn, fl.compile(fn, fallback="error"), [t.to(device) for t in given(n, dtype)])
+
+
+def gated_edges(q: Tensor, k: Tensor, v: Tensor, e: Tensor, bias: Tensor, gate: Tensor) -> Tensor:
+    """Edge-augmented graph transformer: a bias and a gate of each pair, from the pair's features by two layers."""
+    s = (q @ k.mT * q.shape[-1] ** -0.5 + (e @ bias).permute(0, 3, 1, 2)).softmax(-1)
+    return s * torch.sigmoid((e @ gate).permute(0, 3, 1, 2)) @ v
+
+
+def test_gradients_of_two_layers_of_pairs_are_stored(device: torch.device) -> None:
+    """What both give back to the pairs is PyTorch's, and so are the layers' weights."""
+    shapes = *((1, 4, 40, 8),) * 3, (1, 40, 40, 24), (24, 4), (24, 4)
+    inputs = [torch.randn(*shape, device=device, requires_grad=True) for shape in shapes]
+    forward, backward = fl.explain(gated_edges, *inputs).graphs
+    assert [len(forward.kernels), len(backward.kernels)] == [1, 3] and dict(backward.left)["aten.mm.default"] == 4
+    check_gradients(gated_edges, fl.compile(gated_edges), inputs)

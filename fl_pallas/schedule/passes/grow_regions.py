@@ -190,28 +190,44 @@ def _ended(program: Program, seed: Seed, blocker: str) -> Seed:
 
 
 def _end_before_projections(program: Program, seed: Seed) -> None:
-    """Leave out of a region, of which something large is returned, what a product with a weight makes of a large value
-    that is no larger than its result, if all that is returned comes from it: storing the one or the other is as good.
+    """Leave out of a region, of which something large is returned, what products with weights make of large values
+    that together are no larger than the result, if all that is returned comes from these: storing the one or the
+    others is as good.
 
-    So a bias's gradient is stored, and that of the pairs and the weights from which a linear layer made the bias are
-    PyTorch's.
+    So a bias's gradient is stored, and a gate's, and that of the pairs and the weights from which linear layers made
+    them are PyTorch's.
     """
     returned = {root_of(program, n) for n in program.outputs} & seed.large
-    for v in [v for v in program.values if v.name in seed.large and v.name != seed.value.name]:
+    large = [v for v in program.values if v.name in seed.large and v.name != seed.value.name]
+    made: list[tuple[Value, Value]] = []
+    for v in large:
         stored = [program.by_name[r] for r in v.reads if r in seed.large]
-        if v.expr is None or not reductions(v.expr) or not has_weight(program, v) or len(stored) != 1:
-            continue
-        (kept,) = stored
-        after = {v.name} | {m for m in seed.members if _meets_as_large(program, program.by_name[m], kept, seed)}
-        for u in program.values:
-            if u.name in seed.members and after.intersection(u.reads):
-                after.add(u.name)
-        others = {r for name in after for r in program.by_name[name].reads if r in seed.large} - after
-        if kept.numel <= v.numel and returned <= after and others <= {kept.name}:
-            for name in after:
-                del seed.members[name]
-            seed.large -= after
+        if v.expr is not None and reductions(v.expr) and has_weight(program, v) and len(stored) == 1:
+            made.append((v, stored[0]))
+    for way in ([pair] for pair in made):
+        if _ends_before(program, seed, way, returned):
             return
+    if len(made) > 1:
+        _ends_before(program, seed, made, returned)
+
+
+def _ends_before(program: Program, seed: Seed, made: list[tuple[Value, Value]], returned: set[str]) -> bool:
+    """Leave out of a region products, beside the values that they are made of, and what follows them, if all that is
+    returned does, and nothing that stays reads any of it."""
+    kept = {stored.name: stored for _, stored in made}
+    meeting = (m for m in seed.members for k in kept.values() if _meets_as_large(program, program.by_name[m], k, seed))
+    after = {v.name for v, _ in made} | {*meeting}
+    for u in program.values:
+        if u.name in seed.members and after.intersection(u.reads):
+            after.add(u.name)
+    others = {r for name in after for r in program.by_name[name].reads if r in seed.large} - after
+    small = sum(k.numel for k in kept.values()) <= max(v.numel for v, _ in made)
+    if not small or not returned <= after or not others <= kept.keys() or kept.keys() & after:
+        return False
+    for name in after:
+        del seed.members[name]
+    seed.large -= after
+    return True
 
 
 def _meets_as_large(program: Program, v: Value, kept: Value, seed: Seed) -> bool:
