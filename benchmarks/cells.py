@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from . import decode, science, variants
+from . import decode, pairs, science, variants
 from .problem import Problem
 from .variants import MASKED, VARIANTS
 
@@ -69,6 +69,9 @@ class Sizes:
     rows: int = 256
     triangles: tuple[int, ...] = (128, 256, 384)
     residues: tuple[int, ...] = (256, 512, 1024)
+    points: int = 8192
+    retrieval: tuple[int, int, int, int, int] = (64, 512, 32, 128, 128)
+    graphs: tuple[int, int, int, int, int] = (16, 8, 256, 32, 64)
     decode_seqs: tuple[int, ...] = (1024, 8192, 65536)
     decode_batches: tuple[int, ...] = (1, 8, 64)
     host_seq: int = 512
@@ -84,7 +87,8 @@ class Sizes:
 
 TINY = Sizes(
     seqs=(48,), gqa_seqs=(48,), dims=(16,), tokens=96, width=32, heads=(4, 2), evoformer=(1,), rows=24,
-    triangles=(20,), residues=(20,), decode_seqs=(64,), decode_batches=(2,), host_seq=64, longest=96,
+    triangles=(20,), residues=(20,), points=40, retrieval=(2, 3, 8, 24, 16), graphs=(1, 2, 24, 16, 8),
+    decode_seqs=(64,), decode_batches=(2,), host_seq=64, longest=96,
     lengths=(3, 20, 40), dtype=torch.float32,
 )  # fmt: skip
 
@@ -179,6 +183,25 @@ def triangle(z: Sizes) -> Iterator[Cell]:
         )
 
 
+def pairwise(z: Sizes) -> Iterator[Cell]:
+    rivals = ("ours", "compile", "eager")
+    for name, fn in (
+        ("forces", pairs.forces),
+        ("phases", pairs.phases),
+        ("energy", pairs.energy_distance),
+        ("chamfer", pairs.chamfer),
+    ):
+        yield Cell(f"pairs/{name}", lambda device, fn=fn: pairs.points(fn, z.points, device), rivals)
+    b, n, i, j, d = z.retrieval
+    yield Cell("pairs/retrieval", lambda device: pairs.retrieval(b, n, i, j, d, device, z.dtype), rivals)
+    graphs, heads, nodes, features, channels = z.graphs
+    yield Cell(
+        "pairs/edges",
+        lambda device: pairs.edges(graphs, heads, nodes, features, channels, device, z.dtype),
+        rivals,
+    )
+
+
 def decoding(z: Sizes) -> Iterator[Cell]:
     h, g = z.heads
     d = z.dims[-1]
@@ -245,7 +268,7 @@ def memory(z: Sizes) -> Iterator[Cell]:
 
 def training(z: Sizes) -> Iterator[Cell]:
     """The cells of the forward groups, their gradients; FlexAttention's variants where it can take them."""
-    groups = (flex(z), differential(z), evoformer(z), ipa(z))
+    groups = (flex(z), differential(z), evoformer(z), ipa(z), pairwise(z))
     for cell in (c for group in groups for c in group):
         rivals = tuple(r for r in cell.rivals if r in ("ours", "flex", "compile", *SDPA))
         if cell.group == "flex" and cell.name.split("/")[1] not in ("full", "softcap"):
@@ -265,6 +288,7 @@ GROUPS: dict[str, Callable[[Sizes], Iterator[Cell]]] = {
     "differential": differential,
     "ipa": ipa,
     "triangle": triangle,
+    "pairs": pairwise,
     "decode": decoding,
     "host": host,
     "compile": first_calls,

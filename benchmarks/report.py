@@ -31,6 +31,7 @@ TITLES = {
     "differential": "Differential attention",
     "ipa": "Invariant point attention",
     "triangle": "Triangle attention",
+    "pairs": "Pairs outside of attention",
     "decode": "Decoding: one query",
     "host": "Host time of a call, µs",
     "compile": "First call, s",
