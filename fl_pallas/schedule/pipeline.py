@@ -271,7 +271,7 @@ def _planned(
     """
     loops, stores, notes = stream(part, compute)
     loops = by_element(loading(loops, held))
-    parallel, loops, stores = group_rows(*group_features(*write_out(parallel_axes(part), loops, stores)))
+    parallel, loops, stores = group_rows(*group_features(*write_out(parallel_axes(part), loops, stores, shapes)))
 
     def built(loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> KernelPlan:
         own = tuple(a for a in parallel if any(a in s.axes for s in stores))

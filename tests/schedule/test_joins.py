@@ -486,10 +486,8 @@ class Narrow(nn.Module):
 
         for into_q, into_k, into_v, out in self.layers:
             y = norm(x)
-            q, k, v = (
-                layer(y).unflatten(-1, (n, -1)).transpose(1, 2)
-                for layer, n in self._projections(into_q, into_k, into_v)
-            )
+            into = (into_q, self.heads), (into_k, self.groups), (into_v, self.groups)
+            q, k, v = (layer(y).unflatten(-1, (n, -1)).transpose(1, 2) for layer, n in into)
             o = F.scaled_dot_product_attention(norm(q), norm(k), v, is_causal=True, enable_gqa=True)
             o = out(o.transpose(1, 2).flatten(2))
             x = x + (norm(o) if self.last else o)

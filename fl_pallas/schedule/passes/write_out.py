@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ..build import op, rewrite, select, substitute
-from ..expr import Axis, Expr, Reduce, Ref, const, index, ref, ref_names
+from ..expr import Axis, Const, Expr, Load, Reduce, Ref, const, index, loads, ref, ref_names
 from ..plan import Accumulator, Loop, Step, Store, step_expressions
 from .group_rows import Kernel
 from .roles import is_of_computed_rows, is_of_rows, roles
@@ -22,9 +23,18 @@ from .roles import is_of_computed_rows, is_of_rows, roles
 SHORT, MOST, MOST_EXCHANGED = 8, 32, 8
 
 
-def write_out(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> Kernel:
+def write_out(
+    parallel: tuple[Axis, ...],
+    loops: tuple[Loop, ...],
+    stores: tuple[Store, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Kernel:
     """(parallel axes, loops, stores) with an accumulator for each index of short axes, where loops then have sums of
-    rows alone; as they are, elsewhere."""
+    rows alone; as they are, elsewhere.
+
+    Args:
+      shapes: of what is loaded, by name.
+    """
     steps = [s for loop in loops for s in loop.steps]
     sums = [s for s in steps if isinstance(s, Accumulator)]
     kinds = roles(parallel, loops, stores)
@@ -48,9 +58,16 @@ def write_out(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple
     made = tuple(replace(loop, steps=tuple(s for step in loop.steps for s in written(step))) for loop in loops)
     fits = all(is_of_rows(loop, kinds) for loop in made)
     alone = len(made) == 1 and is_of_computed_rows(made[0], kinds)
-    if not fits or not alone and copies > MOST_EXCHANGED:
+    every = (e for loop in made for s in loop.steps for e in step_expressions(s))
+    beyond = any(_is_beyond(n, shapes[n.source]) for e in every for n in loads(e))
+    if not fits or beyond or not alone and copies > MOST_EXCHANGED:
         return parallel, loops, stores
     return parallel, made, tuple(replace(s, expr=rewrite(s.expr, chosen)) for s in stores)
+
+
+def _is_beyond(n: Load, shape: tuple[int, ...]) -> bool:
+    """Whether a load is of an index that there is none of: of features further on, say, which no store then takes."""
+    return any(isinstance(i, Const) and not 0 <= i.value < extent for i, extent in zip(n.index, shape, strict=True))
 
 
 def _written(e: Expr) -> Expr:
