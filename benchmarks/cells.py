@@ -185,20 +185,31 @@ def triangle(z: Sizes) -> Iterator[Cell]:
 
 def pairwise(z: Sizes) -> Iterator[Cell]:
     rivals = ("ours", "compile", "eager")
-    for name, fn in (
-        ("forces", pairs.forces),
-        ("phases", pairs.phases),
-        ("energy", pairs.energy_distance),
-        ("chamfer", pairs.chamfer),
+    for name, fn, batch, n in (
+        ("forces", pairs.forces, 1, z.points),
+        ("phases", pairs.phases, 1, z.points),
+        ("energy", pairs.energy_distance, 1, z.points),
+        ("chamfer", pairs.chamfer, 8, z.points // 2),
     ):
-        yield Cell(f"pairs/{name}", lambda device, fn=fn: pairs.points(fn, z.points, device), rivals)
+        yield Cell(
+            f"pairs/{name}",
+            lambda device, fn=fn, batch=batch, n=n: pairs.points(fn, batch, n, device),
+            rivals,
+            shape={"b": batch, "n": n},
+        )
     b, n, i, j, d = z.retrieval
-    yield Cell("pairs/retrieval", lambda device: pairs.retrieval(b, n, i, j, d, device, z.dtype), rivals)
+    yield Cell(
+        "pairs/retrieval",
+        lambda device: pairs.retrieval(b, n, i, j, d, device, z.dtype),
+        rivals,
+        shape={"b": b, "n": n, "i": i, "j": j, "d": d},
+    )
     graphs, heads, nodes, features, channels = z.graphs
     yield Cell(
         "pairs/edges",
         lambda device: pairs.edges(graphs, heads, nodes, features, channels, device, z.dtype),
         rivals,
+        shape={"b": graphs, "h": heads, "n": nodes, "d": features, "c": channels},
     )
 
 

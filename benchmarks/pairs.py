@@ -52,11 +52,9 @@ def gated_edges(q: Tensor, k: Tensor, v: Tensor, e: Tensor, bias: Tensor, gate: 
 OPERATIONS: dict[Callable[..., Tensor], int] = {forces: 20, phases: 20, energy_distance: 75, chamfer: 10}
 
 
-def points(fn: Callable[..., Tensor], n: int, device: torch.device) -> Problem:
-    """A problem of about n² pairs of points, in float32."""
+def points(fn: Callable[..., Tensor], batch: int, n: int, device: torch.device) -> Problem:
+    """A problem of n² pairs of points, in float32; of so many clouds, where `fn` takes several."""
     torch.manual_seed(0)
-    batch = 8 if fn is chamfer else 1
-    n //= 2 if batch > 1 else 1
     shapes = {
         forces: (((n, 3), "ix"), ((n,), "i"), "ix"),
         phases: (((n,), "i"), ((n,), "i"), "i"),

@@ -98,3 +98,13 @@ def test_threads_exchange_nothing(fn: Callable[..., Tensor]) -> None:
         assert not any(reductions(e) for loop in plan.loops for s in loop.steps for e in step_expressions(s))
         cubin = compile_ttir(lower(plan), 90)
         assert "shfl" not in cubin.asm["ptx"] and "mma" not in cubin.asm["ptx"] and cubin.stack == 0
+
+
+def test_rows_of_several_channels_keep_their_tiles(device: torch.device) -> None:
+    """Where neighbours lie side by side along another axis, as places of a maximum do, a tile has both axes."""
+
+    def largest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (v - (q @ k.mT)[..., None]).amin(-2)
+
+    given = [torch.randn(*shape, device=device) for shape in ((300, 8), (1030, 8), (1030, 16))]
+    check_gradients(largest, fl.compile(largest), given)

@@ -100,7 +100,7 @@ def choose(
             if pressure(wider, kinds, loops, stores, bytes_, target) <= SLACK:
                 found.append(wider)
         found.append(c)
-    own = [] if scanned else [*_rows_by_thread(kinds, loops), *_by_thread(kinds, loops)]
+    own = [] if scanned else _by_thread(kinds, loops) or _rows_by_thread(kinds, loops)
     return tuple(dict.fromkeys((*own, *found)))
 
 

@@ -201,7 +201,7 @@ class _Tables:
     def __post_init__(self) -> None:
         plan = self.plan
         sides = [n for c in (plan.choices, *plan.others) for n in _sides(plan, c)]
-        wide = [a for a in plan.grid if (plan.choices.tile(a) or 1) > 1]
+        wide = [a for a in plan.grid if any((c.tile(a) or 1) > 1 for c in (plan.choices, *plan.others))]
         self.rows = frozenset(wide) - frozenset(plan.features)
         self.single = frozenset(plan.grid) - frozenset(wide)
         longest = max(a.extent for a in (*self.rows, *(loop.axis for loop in plan.loops)))
