@@ -494,8 +494,10 @@ class Narrow(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize(("width", "heads", "groups", "features"), [(128, 4, 4, 16), (32, 4, 1, 16), (80, 4, 1, 32)])
+@pytest.mark.parametrize(
+    ("width", "heads", "groups", "features", "last"),
+    [(128, 4, 4, 16, False), (32, 4, 1, 16, True), (80, 4, 1, 32, False)],
+)
 def test_layers_that_widen_are_no_blow_ups(width: int, heads: int, groups: int, features: int, last: bool) -> None:
     with unrun(), warnings.catch_warnings():
         warnings.simplefilter("error", fl.FallbackWarning)
