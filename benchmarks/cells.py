@@ -197,20 +197,16 @@ def pairwise(z: Sizes) -> Iterator[Cell]:
             rivals,
             shape={"b": batch, "n": n},
         )
-    b, n, i, j, d = z.retrieval
-    yield Cell(
-        "pairs/retrieval",
-        lambda device: pairs.retrieval(b, n, i, j, d, device, z.dtype),
-        rivals,
-        shape={"b": b, "n": n, "i": i, "j": j, "d": d},
-    )
-    graphs, heads, nodes, features, channels = z.graphs
-    yield Cell(
-        "pairs/edges",
-        lambda device: pairs.edges(graphs, heads, nodes, features, channels, device, z.dtype),
-        rivals,
-        shape={"b": graphs, "h": heads, "n": nodes, "d": features, "c": channels},
-    )
+    for name, make, letters, sizes in (
+        ("retrieval", pairs.retrieval, "bnijd", z.retrieval),
+        ("edges", pairs.edges, "bhndc", z.graphs),
+    ):
+        yield Cell(
+            f"pairs/{name}",
+            lambda device, make=make, sizes=sizes: make(*sizes, device, z.dtype),
+            rivals,
+            shape=dict(zip(letters, sizes, strict=True)),
+        )
 
 
 def decoding(z: Sizes) -> Iterator[Cell]:

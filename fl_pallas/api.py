@@ -159,8 +159,8 @@ def _guarded(call: Callable[..., Any], plain: Callable[..., Any], backend: Backe
             return _compiled(plain, explaining)(*args, **kwargs)
         frames = skipped.frames()
         out = call(*args, **kwargs)
-        if before or skipped.frames() != frames:
-            backend.skip(before + skipped.skipped(skipped.frames() - frames))
+        if (new := skipped.frames() - frames) or before:
+            backend.skip(before + skipped.skipped(new))
             before = []
         return out
 

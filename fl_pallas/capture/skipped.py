@@ -28,10 +28,10 @@ def skipped(count: int) -> list[Unsupported]:
     # Some frames have no report (those that yield): then the last ones were read before.
     new = [m for m in get_compilation_metrics()[-count:] if count and (m.start_time_us or 0) > _read]
     given_up = [m for m in new if m.fail_type == "Unsupported"]
-    for m in given_up:
-        _known[m.co_filename or "", m.co_firstlineno or 0] = _refusal(m)
+    refusals = [_refusal(m) for m in given_up]
+    _known.update(((m.co_filename or "", m.co_firstlineno or 0), r) for m, r in zip(given_up, refusals, strict=True))
     _read = max([_read, *(m.start_time_us or 0 for m in new)])
-    return [_refusal(m) for m in given_up]
+    return refusals
 
 
 def known(fn: Callable[..., Any]) -> list[Unsupported]:
@@ -49,7 +49,8 @@ def known(fn: Callable[..., Any]) -> list[Unsupported]:
 def _refusal(m: CompilationMetrics) -> Unsupported:
     # What is behind a break is a frame of its own, under a name that holds that of the function.
     name = re.sub(r"^torch_dynamo_resume_in_(.*)_at_\d+$", r"\1", m.co_name or "")
-    said = re.search(r"Explanation: (.*)", m.fail_reason or "") or re.search(r"(.*)", m.fail_reason or "")
+    # Its own words behind a heading, or the first line of what there is.
+    said = ((m.fail_reason or "").partition("Explanation: ")[2] or m.fail_reason or "").partition("\n")[0]
     file, line = m.fail_user_frame_filename or m.co_filename or "", m.fail_user_frame_lineno or m.co_firstlineno or 0
     where = SourceLoc(file, line, linecache.getline(file, line).strip())
-    return Unsupported(name, f"TorchDynamo gives no graph of it ({said[1] if said else ''})", where)
+    return Unsupported(name, f"TorchDynamo gives no graph of it ({said})", where)

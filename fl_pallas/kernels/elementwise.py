@@ -32,8 +32,8 @@ COMBINE: dict[str, Callable[[Array, Array], Array]] = {
 def elementwise(ctx: Context, e: Op) -> Tile:
     """An operation on what its arguments are, element by element."""
     if (group := ctx.group(e)) is not None:
-        start, axis = group
-        n = jnp.asarray(e.args[1].value, start.dtype)  # type: ignore[union-attr]
+        axis, start, number = group
+        n = jnp.asarray(number, start.dtype)
         if e.name == "floordiv":
             return Tile(lax.div(start, n), ())
         return Tile(lax.iota(jnp.int32, ctx.side(axis)) + lax.rem(start, n), (axis,))

@@ -208,16 +208,16 @@ class Context(ABC):
         along = lax.iota(jnp.int32, side)
         return Tile(along if start is None else along + start, (axis,))
 
-    def group(self, e: Expr) -> tuple[Array, Axis] | None:
+    def group(self, e: Expr) -> tuple[Axis, Array, int] | None:
         """Of a quotient or remainder of indices by a number, where all of the current tile has the same quotient: the
-        tile's first index, and its axis."""
+        axis, the tile's first index along it, and the number."""
         if not isinstance(e, Op) or e.name not in ("floordiv", "mod"):
             return None
         i, n = e.args
         if not isinstance(i, Index) or not isinstance(n, Const):
             return None
-        start, side = self.start(i.axis), self.side(i.axis)
-        return (start, i.axis) if start is not None and side > 1 and int(n.value) % side == 0 else None
+        start, side, number = self.start(i.axis), self.side(i.axis), int(n.value)
+        return (i.axis, start, number) if start is not None and side > 1 and number % side == 0 else None
 
     def within(self, axis: Axis) -> Tile | None:
         """Which indices of the current tile lie inside of the axis; None if all do."""

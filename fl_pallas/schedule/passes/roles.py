@@ -68,9 +68,8 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
     along = {loop.axis for loop in loops}
     longest = max(features, key=lambda a: a.extent, default=None)
     if loops and longest and longest.extent > MAX_FEATURES and not any({longest} < free_axes(n) for n in every):
-        features.remove(
-            longest
-        )  # pairs of what is loaded by row, and by index, cost something whatever is done with them
+        # Pairs of what is loaded by row, and by index, cost something whatever is done with them.
+        features.remove(longest)
     rest = [a for a in axes if a not in features]
     numbers = {n for n in every if is_float(n.dtype)}
     # Labels, where pairs are counted.
