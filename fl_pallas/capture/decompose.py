@@ -131,6 +131,10 @@ def encoder_layer(
     return x
 
 
+FEW = 8
+"""Of so many features, differences are as fast as a product, whose least depth is 8 or 16."""
+
+
 def euclidean_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """What `torch.cdist` computes of many points: PyTorch's own puts norms beside the features of a product.
 
@@ -138,9 +142,9 @@ def euclidean_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
       a: [..., n, features].
       b: [..., m, features].
     """
-    if a.dtype.itemsize == 2:
+    if a.dtype.itemsize == 2 or a.shape[-1] <= FEW:
         # The norms of equal points would leave a little, at which the slope of the root is huge: the gradient would be
-        # a difference of huge sums, of weights that products round.
+        # a difference of huge sums, of weights that products round. A product of few features is no faster either.
         return (a.unsqueeze(-2) - b.unsqueeze(-3)).square().sum(-1).sqrt()
     squares = a.square().sum(-1).unsqueeze(-1) + b.square().sum(-1).unsqueeze(-2)
     return (squares - 2 * a @ b.mT).clamp_min(0).sqrt()
