@@ -353,8 +353,17 @@ def _results(joint: GraphModule, forward: int, program: Program) -> tuple[tuple[
 
 
 def _zero(joint: GraphModule) -> frozenset[str]:
-    """Names of what is zero and reads a tensor for its shape alone, as the gradient of what was rounded does."""
-    return frozenset(n.name for n in joint.graph.find_nodes(op="call_function", target=aten.zeros_like.default))
+    """Names of what reads tensors for their shapes alone: zeros, as the gradient of what was rounded is, and what is
+    empty (the part of a head that is not rotated, where all of it is)."""
+    made = joint.graph.find_nodes(op="call_function", target=aten.zeros_like.default)
+    return frozenset(n.name for n in (*made, *filter(_is_empty, joint.graph.nodes)))
+
+
+def _is_empty(node: Node) -> bool:
+    """Whether a node computes a tensor of no elements from others."""
+    value = node.meta.get("val")
+    shape = value.shape if isinstance(value, torch.Tensor) else ()
+    return node.op == "call_function" and bool(node.all_input_nodes) and any(type(n) is int and n == 0 for n in shape)
 
 
 def _set_to_zero(joint: GraphModule, names: frozenset[str]) -> None:

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fl_pallas as fl
 from fl_pallas.capture.distribute import distribute
 from tests.oracle import check, check_gradients
-from tests.unrun import unrun
+from tests.unrun import explain, unrun
 
 SEQ, HEADS, WIDTH = 48, 2, 16
 
@@ -134,3 +134,25 @@ def test_what_takes_the_shape_alone(value: float) -> None:
     distribute(gm)
     assert (str(gm.graph) == before) == (value != 0)
     torch.testing.assert_close(gm(x, w), run(x, w))
+
+
+def rotated(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As many features are turned as there are; the rest, put behind them, is empty."""
+
+    def turned(x: Tensor) -> Tensor:
+        n = cos.shape[-1]
+        some, rest = x[..., :n], x[..., n:]
+        swapped = torch.cat([-some[..., n // 2 :], some[..., : n // 2]], -1)
+        return torch.cat([some * cos + swapped * sin, rest], -1)
+
+    return (turned(q) @ turned(k).mT / 4).softmax(-1) @ v
+
+
+def test_an_empty_part_keeps_no_gradient_alive(device: torch.device) -> None:
+    """PyTorch computed all gradients of scores again, for none of their elements."""
+    q, k, v = (torch.randn(2, 2, 27, 16, device=device, requires_grad=True) for _ in range(3))
+    angles = [torch.randn(27, 16, device=device) for _ in range(2)]
+    forward, backward = explain(rotated, q, k, v, *angles).graphs
+    assert (len(forward.kernels), len(backward.kernels)) == (1, 2)
+    assert not {"aten.bmm.default", "aten.exp.default"} & {name for name, _ in backward.left}
+    check_gradients(rotated, fl.compile(rotated), [*(t.detach() for t in (q, k, v)), *angles])

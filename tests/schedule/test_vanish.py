@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fl_pallas as fl
 from fl_pallas.schedule.passes import vanish
 from tests.oracle import check_gradients
 from tests.test_gradients import explained
+from tests.unrun import explain
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
@@ -162,3 +164,46 @@ def test_a_mask_that_is_given_is_no_maximum(monkeypatch: pytest.MonkeyPatch, dev
     seen = torch.ones(2, 40, dtype=torch.long, device=device)
     seen[1, 30:] = 0
     check_gradients(layers, fl.compile(layers), (torch.randn(2, 40, 16, device=device), seen))
+
+
+class Experts(torch.nn.Module):
+    """Layers of attention, each with a mixture of experts behind it, whose router takes the largest of a softmax."""
+
+    def __init__(self, layers: int, width: int, inner: int) -> None:
+        super().__init__()
+        self.qkv, self.out, self.router = (
+            torch.nn.ModuleList(torch.nn.Linear(width, n, bias=False) for _ in range(layers))
+            for n in (3 * width, width, 4)
+        )
+        self.up, self.down = (
+            torch.nn.ParameterList(torch.randn(4, *sides) / 8 for _ in range(layers))
+            for sides in ((width, inner), (inner, width))
+        )
+        self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(width) for _ in range(2 * layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, c = x.shape
+        for n, (qkv, out, router) in enumerate(zip(self.qkv, self.out, self.router)):
+            q, k, v = (t.reshape(b, s, 4, c // 4).transpose(1, 2) for t in qkv(self.norms[2 * n](x)).chunk(3, 2))
+            x = x + out((_scores(q, k).softmax(-1) @ v).transpose(1, 2).reshape(b, s, c))
+            h = self.norms[2 * n + 1](x).reshape(-1, c)
+            weights, at = router(h).softmax(-1).topk(2, -1)
+            weights = weights / weights.sum(-1, keepdim=True)
+            t = h.repeat_interleave(2, 0)[:, None] @ self.up[n][at.flatten()]
+            t = (F.silu(t) @ self.down[n][at.flatten()])[:, 0] * weights.flatten()[:, None]
+            x = x + t.view(-1, 2, c).sum(1).view(b, s, c)
+        return x
+
+
+def test_the_search_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of sums are found by trying the orders of their axes, which takes steps as all else does."""
+    renamed, calls = vanish._renamed, 0
+
+    def counted(*given: object) -> object:
+        nonlocal calls
+        calls += 1
+        return renamed(*given)
+
+    monkeypatch.setattr(vanish, "_renamed", counted)
+    explain(Experts(2, 64, 32), torch.randn(2, 27, 64))
+    assert calls < 3 * vanish.MAX_STEPS

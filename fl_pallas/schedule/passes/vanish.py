@@ -9,7 +9,8 @@ products of such over axes (`Total`). Σⱼ e(j)·(g(j)/l − Σₖ g(k)·e(k)/l
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..build import substitute
@@ -201,7 +202,7 @@ class _Algebra:
                 inside = [f for f in factors if together & _free(f[0])]
                 self._spend(len(factors))
                 factors = [f for f in factors if not together & _free(f[0])]
-                term = _times(term, {frozenset({(_named(together, _product(inside)), 1)}): 1.0})
+                term = _times(term, {frozenset({(_named(together, _product(inside), self._spend), 1)}): 1.0})
             out = _sum(out, term)
         return out
 
@@ -235,13 +236,18 @@ def _component(bound: list[Axis], factors: list[tuple[Letter, int]]) -> tuple[fr
         together = more
 
 
-def _named(axes: frozenset[Axis], product: Monomial) -> Total:
-    """The sum over `axes` under names that depend on nothing but what it says."""
+def _named(axes: frozenset[Axis], product: Monomial, spend: Callable[[int], None]) -> Total:
+    """The sum over `axes` under names that depend on nothing but what it says; `spend` is told what finding them takes.
+
+    Raises: _TooLong.
+    """
     depth = 1 + max((_depth(a) for a, _ in product), default=0)
     signs = {a: (a.extent, _sign(a, axes, product) if len(axes) > 1 else "") for a in axes}
     groups = [list(g) for _, g in itertools.groupby(sorted(axes, key=signs.__getitem__), key=signs.__getitem__)]
     if any(len(g) > MAX_ALIKE for g in groups):
         raise _TooLong
+    ways = math.prod(math.factorial(len(g)) for g in groups)
+    spend(ways * len(product) if ways > 1 else 0)
     orders = itertools.product(*map(itertools.permutations, groups))
     made = []
     for order in orders:
