@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from . import decode, pairs, science, variants
+from . import decode, pairs, science, variants, vision
 from .problem import Problem
 from .variants import MASKED, VARIANTS
 
@@ -72,6 +72,8 @@ class Sizes:
     points: int = 8192
     retrieval: tuple[int, int, int, int, int] = (64, 512, 32, 128, 128)
     graphs: tuple[int, int, int, int, int] = (16, 8, 256, 32, 64)
+    windows: tuple[int, int, int, int, int] = (64, 8, 7, 6, 32)
+    image: tuple[int, int, int, int] = (2, 12, 64, 64)
     decode_seqs: tuple[int, ...] = (1024, 8192, 65536)
     decode_batches: tuple[int, ...] = (1, 8, 64)
     host_seq: int = 512
@@ -88,6 +90,7 @@ class Sizes:
 TINY = Sizes(
     seqs=(48,), gqa_seqs=(48,), dims=(16,), tokens=96, width=32, heads=(4, 2), evoformer=(1,), rows=24,
     triangles=(20,), residues=(20,), points=40, retrieval=(2, 3, 8, 24, 16), graphs=(1, 2, 24, 16, 8),
+    windows=(1, 2, 4, 2, 16), image=(1, 2, 5, 16),
     decode_seqs=(64,), decode_batches=(2,), host_seq=64, longest=96,
     lengths=(3, 20, 40), dtype=torch.float32,
 )  # fmt: skip
@@ -201,12 +204,28 @@ def pairwise(z: Sizes) -> Iterator[Cell]:
         ("retrieval", pairs.retrieval, "bnijd", z.retrieval),
         ("edges", pairs.edges, "bhndc", z.graphs),
     ):
-        yield Cell(
-            f"pairs/{name}",
-            lambda device, make=make, sizes=sizes: make(*sizes, device, z.dtype),
-            rivals,
-            shape=dict(zip(letters, sizes, strict=True)),
-        )
+        yield _sized(f"pairs/{name}", make, letters, sizes, z.dtype, rivals)
+
+
+def images(z: Sizes) -> Iterator[Cell]:
+    for name, make, letters, sizes in (
+        ("windows", vision.windows, "bwshd", z.windows),
+        ("decomposed", vision.positions, "bhsd", z.image),
+    ):
+        yield _sized(f"vision/{name}", make, letters, sizes, z.dtype, ("ours", "compile", "eager"))
+
+
+def _sized(
+    name: str,
+    make: Callable[..., Problem],
+    letters: str,
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    rivals: tuple[str, ...],
+) -> Cell:
+    """A cell whose problem takes its sizes in order, each of which has a letter."""
+    shape = dict(zip(letters, sizes, strict=True))
+    return Cell(name, lambda device: make(*sizes, device, dtype), rivals, shape=shape)
 
 
 def decoding(z: Sizes) -> Iterator[Cell]:
@@ -275,7 +294,7 @@ def memory(z: Sizes) -> Iterator[Cell]:
 
 def training(z: Sizes) -> Iterator[Cell]:
     """The cells of the forward groups, their gradients; FlexAttention's variants where it can take them."""
-    groups = (flex(z), differential(z), evoformer(z), ipa(z), pairwise(z))
+    groups = (flex(z), differential(z), evoformer(z), ipa(z), pairwise(z), images(z))
     for cell in (c for group in groups for c in group):
         rivals = tuple(r for r in cell.rivals if r in ("ours", "flex", "compile", *SDPA))
         if cell.group == "flex" and cell.name.split("/")[1] not in ("full", "softcap"):
@@ -296,6 +315,7 @@ GROUPS: dict[str, Callable[[Sizes], Iterator[Cell]]] = {
     "ipa": ipa,
     "triangle": triangle,
     "pairs": pairwise,
+    "vision": images,
     "decode": decoding,
     "host": host,
     "compile": first_calls,

@@ -32,6 +32,7 @@ TITLES = {
     "ipa": "Invariant point attention",
     "triangle": "Triangle attention",
     "pairs": "Pairs outside of attention",
+    "vision": "Attention of images",
     "decode": "Decoding: one query",
     "host": "Host time of a call, µs",
     "compile": "First call, s",

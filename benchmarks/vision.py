@@ -50,8 +50,8 @@ def windows(b: int, grid: int, side: int, h: int, d: int, device: torch.device, 
     return Problem(
         plain=shifted_windows,
         inputs=(q, k, v, table, index, apart),
-        axes=("bhid", "bhjd", "bhjd", "rh", "ij", "wij"),
-        out_axes=("bhid",),
+        axes=("nhid", "nhjd", "nhjd", "rh", "ij", "wij"),  # a head at a time: windows share their masks
+        out_axes=("nhid",),
         flops=4 * b * n * h * i * i * d,
         bytes=nbytes(q, k, v, q),
         scores=b * n * h * i * i,
