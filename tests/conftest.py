@@ -114,6 +114,14 @@ THINNED = {
     "test_both_passes_fuse": 2,
     "test_no_scores_are_stored": 3,
     "test_what_a_mask_makes_nothing_of_is_skipped": 3,
+    "test_sixteen_heads_are_right": 2,
+    "test_rows_in_turn": 2,
+    "test_attention_along_two_axes_is_made_once": 2,
+    "test_sums_by_distance": 2,
+    "test_scores_round_alike_where_they_are_compared": 2,
+    "test_positions_that_are_data_compile": 2,
+    "test_both_hops_are_fused": 2,
+    "test_tokens_that_are_not_rotated_need_no_kernels_of_their_own": 2,
 }
 """Of the cases of these tests one in so many runs on a CPU, and at least one; all with --every-case."""
 NO_GPU = "needs a CUDA GPU: torch.cuda.is_available() is False"
