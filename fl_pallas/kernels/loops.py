@@ -18,8 +18,10 @@ from ..schedule.plan import (
     KernelPlan,
     Loop,
     Step,
+    Store,
     bounds_of,
     step_expressions,
+    stored_in,
     without_maxima,
 )
 from .elementwise import combined, never
@@ -46,10 +48,11 @@ class Loops:
     Args:
       plan: of the kernel.
       ev: evaluates what they accumulate, the grid's axes being bound.
+      store: makes a store, where it is.
     """
 
-    def __init__(self, plan: KernelPlan, ev: Evaluator):
-        self.plan, self.ev = plan, ev
+    def __init__(self, plan: KernelPlan, ev: Evaluator, store: Callable[[Store], None]):
+        self.plan, self.ev, self.store = plan, ev, store
         steps = [s for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)]
         corrections = [s.correct for s in steps if s.correct is not None]
         # What something has to equal keeps its NaN, which nothing equals.
@@ -80,7 +83,7 @@ class Loops:
         """
         ev, carry = self.ev, tuple(self._initial(s) for s in loop.steps)
         ev.scopes.append(self._probe(loop))
-        sides = [] if ev.interpret else steady_sides(ev, (e for s in loop.steps for e in step_expressions(s)))
+        sides = [] if ev.interpret else steady_sides(ev, self._evaluated(loop))
         ev.pop()
         if not sides:
             return run(carry)
@@ -102,7 +105,12 @@ class Loops:
 
     def _hoist(self, loop: Loop) -> None:
         """Evaluate what is the same in all iterations of a loop."""
-        hoist(self.ev, (e for s in loop.steps for e in step_expressions(s)), self._probe(loop))
+        hoist(self.ev, self._evaluated(loop), self._probe(loop))
+
+    def _evaluated(self, loop: Loop) -> list[Expr]:
+        """What an iteration evaluates."""
+        steps = [e for s in loop.steps for e in step_expressions(s)]
+        return steps + [s.expr for s in stored_in(loop, self.plan.stores)]
 
     def _guessed(self, loop: Loop, carry: Carry) -> Carry:
         """A loop about guesses of its maxima; and about running ones, where those were too far off."""
@@ -206,7 +214,7 @@ class Loops:
     def _run(self, loop: Loop, carry: Carry) -> Carry:
         """The loop's iterations."""
         ev, side = self.ev, self.plan.choices.tile(loop.axis) or 1
-        unmasked = bare(loop)
+        unmasked, inside = bare(loop), stored_in(loop, self.plan.stores)
 
         def tile(n: Array, carry: Carry, interior: Array | bool = False, whole: bool = True) -> Carry:
             scope = ev.push({loop.axis: n * jnp.int32(side)}, {loop.axis: side})
@@ -214,6 +222,8 @@ class Loops:
             scope.whole = frozenset((loop.axis,)) if whole else frozenset()
             scope.bare, scope.interior = unmasked, interior
             new = tuple(self._step(s, old, loop.axis, scope) for s, old in zip(loop.steps, carry, strict=True))
+            for s in inside:
+                self.store(s)
             ev.pop()
             return new
 

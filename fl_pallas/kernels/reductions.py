@@ -48,7 +48,7 @@ REDUCE: dict[str, Callable[[Array, int], Array]] = {
 
 def reduced(ctx: Context, r: Reduce) -> Tile:
     """A reduction over the whole of its axis."""
-    if not any(r.axis in s.sides for s in ctx.scopes):
+    if not any(r.axis in s.sides for s in ctx.scopes) or ctx.has_whole(r.axis):
         return _reduced(ctx, r)
     # Inside of a sum over an axis of the same name and extent, of which one index is taken at a time.
     ctx.push({r.axis: jnp.int32(0)}, {r.axis: covering_tile(r.axis)})
@@ -60,7 +60,8 @@ def reduced(ctx: Context, r: Reduce) -> Tile:
 
 def _reduced(ctx: Context, r: Reduce) -> Tile:
     wide = ctx.wide(free_axes(r.body) | {r.axis})
-    if is_sequential(r, wide) or not ctx.gathers() and as_sheared(r.body, r.axis, wide) is not None:
+    one_by_one = not ctx.has_whole(r.axis) and is_sequential(r, wide - {r.axis})
+    if one_by_one or not ctx.gathers() and as_sheared(r.body, r.axis, wide) is not None:
         return _sequential(ctx, r)
     found = reduce_tile(ctx, r.kind, r.body, r.axis, r.dtype)
     return Tile(found.array != 0, found.axes) if r.kind in ("any", "all") else found

@@ -54,7 +54,7 @@ def steady_sides(ctx: Context, exprs: Iterable[Expr]) -> list[Side]:
 def _matrix_product(ctx: Context, r: Reduce) -> Product | None:
     """What `reduced` makes a matrix product of, if it does."""
     wide = ctx.wide(free_axes(r.body) | {r.axis})
-    if r.kind != "sum" or not is_float(r.body.dtype) or is_sequential(r, wide):
+    if r.kind != "sum" or not is_float(r.body.dtype) or not ctx.has_whole(r.axis) and is_sequential(r, wide - {r.axis}):
         return None
     p = as_product(r.body, r.axis, wide)
     if p is None and ctx.gathers():

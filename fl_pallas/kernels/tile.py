@@ -153,6 +153,10 @@ class Context(ABC):
                 return s.starts[axis]
         return None
 
+    def has_whole(self, axis: Axis) -> bool:
+        """Whether programs have tiles along an axis, and each has all of it."""
+        return any(axis in s.sides for s in self.scopes) and self.start(axis) is None
+
     def shape(self, axes: Iterable[Axis]) -> tuple[int, ...]:
         """Widths of the current tiles along `axes`."""
         return tuple(map(self.side, axes))

@@ -180,30 +180,32 @@ class _Program:
         sizes: Sequence[Array] = (),
         blocks: Blocks | None = None,
     ):
-        self.plan, self.results = plan, results
+        self.plan = plan
+        self.results = dict(zip((s.name for s in plan.stores), results, strict=True))
         order = (*(a for a in plan.grid if a not in plan.features), *(loop.axis for loop in plan.loops))
         self.ev = Evaluator(operands, order, plan.features, plan.compute, precision, interpret, sizes, blocks)
         self.ev.places = {loop.axis: FIRST for loop in plan.loops if is_by_thread(plan, loop)}
-        self.loops = Loops(plan, self.ev)
+        self.loops = Loops(plan, self.ev, lambda s: self._store(s, self._value(s)))
 
     def run(self) -> None:
-        outer = self._enter_grid()
-        stores = [*zip(self.plan.stores, self.results, strict=True)]
+        outer, loops = self._enter_grid(), self.plan.loops
+        stores = [s for s in self.plan.stores if not any(loop.axis in s.axes for loop in loops)]
         # What no loop has a part in leaves registers before they begin; all of it is loaded before any is stored, for
         # what is loaded for two reasons is loaded once then.
-        first = [(s, result, self._value(s)) for s, result in stores if not ref_names(s.expr)]
-        for s, result, value in first:
-            self._store(s, result, value)
-        for loop in self.plan.loops:
+        first = [(s, self._value(s)) for s in stores if not ref_names(s.expr)]
+        for s, value in first:
+            self._store(s, value)
+        for loop in loops:
             self.loops.run(loop, outer)
-        for s, result in stores:
+        for s in stores:
             if ref_names(s.expr):
-                self._store(s, result, self._value(s))
+                self._store(s, self._value(s))
 
     def _value(self, store: Store) -> Array:
         return self.ev.spread(self.ev.eval(store.expr), self.ev.sorted_axes(store.axes))
 
-    def _store(self, store: Store, result: Operand, value: Array) -> None:
+    def _store(self, store: Store, value: Array) -> None:
+        result = self.results[store.name]
         offset, inside = address(self.ev, result, store.index, self.ev.sorted_axes(store.axes))
         if self.ev.interpret and inside is not None:
             # The interpreter writes back what it reads at masked-out places, which may be another element's;

@@ -245,7 +245,10 @@ def is_matrix_product(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> bool:
 
 
 def is_sequential(r: Reduce, tiled: frozenset[Axis]) -> bool:
-    """Whether an inner reduction is taken one index at a time: no product, and its body is no vector."""
+    """Whether an inner reduction is taken one index at a time: no product, and its body is no vector; nor is its axis
+    among those that are `tiled`, which a tile then has whole."""
+    if r.axis in tiled:
+        return False
     if r.kind == "sum" and is_matrix_product(r.body, r.axis, tiled | {r.axis}):
         return r.axis.extent > MAX_WHOLE
     others = (free_axes(r.body) & tiled) - {r.axis}

@@ -10,9 +10,10 @@ from functools import partial
 
 from ..errors import Unsupported
 from .dtype import is_float, itemsize
-from .expr import Expr, sources
+from .expr import Axis, Expr, sources
 from .passes.align import align
 from .passes.along import take_along
+from .passes.both_sides import Streamed, on_both_sides
 from .passes.build_plan import build_plan
 from .passes.by_cases import by_cases, solved
 from .passes.by_distance import by_distance
@@ -50,7 +51,7 @@ from .passes.tabulate import tabulate
 from .passes.unflatten import unflatten
 from .passes.weigh import cheapest, covering
 from .passes.write_out import write_out
-from .plan import Choices, KernelPlan, Loop, Store
+from .plan import Choices, KernelPlan, Loop, Store, stored_in
 from .program import Program, Value, compute_of
 from .target import HOPPER, Target
 from .text import fused_text, growth_text, plan_text, program_text
@@ -232,17 +233,26 @@ def _made(
     if not all(r.fused for r in between):
         # What is a result is stored in any case (an embedding's gradient, which PyTorch adds up without a matrix).
         return _Made(parts, (), tuple(r for r in between if r.value.name not in region.outputs), {})
-    plans: list[KernelPlan] = []
-    shapes = {**shapes}
+    shapes = shapes | {o.name: o.shape for part in parts for o in part.outputs}
     aligned = [tuple(map(align, part_outputs(part, compute))) for part in parts]
+    kernels: list[Streamed | KernelPlan] = []
     for apart in lend(aligned, f"{name}_w", compute, shapes):
         held: dict[Expr, Expr] = {}
-        if shared := share(apart, f"{name}_s{len(plans)}", compute, shapes):
+        if shared := share(apart, f"{name}_s{len(kernels)}", compute, shapes):
             storing, held = shared
-            plans.append(storing)
+            kernels.append(storing)
             shapes[storing.name] = storing.stores[0].shape
-        for group in apart:
-            plans += _planned(group, held, f"{name}_k", len(plans), compute, shapes, target)
+        kernels += [_streamed(group, held, compute) for group in apart]
+
+    def plans_of(*way: Streamed | KernelPlan) -> tuple[KernelPlan, ...]:
+        made: list[KernelPlan] = []
+        for k in way:
+            made += [k] if isinstance(k, KernelPlan) else _planned(k, f"{name}_k", len(made), compute, shapes, target)
+        return tuple(made)
+
+    streamed = partial(_streamed, held={}, compute=compute)
+    plans = plans_of(*on_both_sides(kernels, region.outputs, streamed, plans_of, compute, target))
+    shapes |= {s.name: s.shape for plan in plans for s in plan.stores}
     return _Made(parts, tuple(lay_out(plans, shapes, region.outputs)), tuple(between), shapes)
 
 
@@ -260,22 +270,33 @@ def _loaded(part: Fused) -> set[str]:
     return {name for o in part.outputs for name in sources(o.expr)}
 
 
+def _streamed(part: Fused, held: dict[Expr, Expr], compute: str) -> Streamed:
+    """The loops of one part; `held` is what they load in place of an expression."""
+    loops, stores, notes = stream(part, compute)
+    return Streamed((parallel_axes(part), by_element(loading(loops, held)), stores), notes, None if held else part)
+
+
+def _in_place(streamed: Streamed, shapes: Shapes) -> tuple[tuple[Axis, ...], tuple[Loop, ...], tuple[Store, ...]]:
+    """A kernel with its axes put in order."""
+    parallel, loops, stores = streamed.kernel
+    if any(stored_in(loop, stores) for loop in loops):
+        return group_features(*streamed.kernel)
+    return group_rows(*group_features(*write_out(parallel, loops, stores, shapes)))
+
+
 def _planned(
-    part: Fused, held: dict[Expr, Expr], name: str, number: int, compute: str, shapes: Shapes, target: Target
+    streamed: Streamed, name: str, number: int, compute: str, shapes: Shapes, target: Target
 ) -> list[KernelPlan]:
     """The kernels of one part, named by `name` and a number from `number` on.
 
     Args:
-      held: what is loaded in place of an expression.
       shapes: of what is loaded, by name.
     """
-    loops, stores, notes = stream(part, compute)
-    loops = by_element(loading(loops, held))
-    parallel, loops, stores = group_rows(*group_features(*write_out(parallel_axes(part), loops, stores, shapes)))
+    parallel, loops, stores = _in_place(streamed, shapes)
 
     def built(loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> KernelPlan:
         own = tuple(a for a in parallel if any(a in s.axes for s in stores))
-        return replace(build_plan(own, loops, stores, notes, compute, target), name=name)
+        return replace(build_plan(own, loops, stores, streamed.notes, compute, target), name=name)
 
     def tiles(kernel: Kernel) -> Choices | None:
         return next(iter(covering(built(*kernel))), None)
@@ -287,7 +308,6 @@ def _planned(
         *tables, plan = skip_tiles(replace(kernel, name=f"{name}{number + len(plans)}"))
         split = split_loop if plan.loops else split_sums
         plans.extend((*tables, *map(guess, split(plan, f"{name}{number + len(plans) + 1}", target))))
-        shapes |= {s.name: s.shape for made in plans for s in made.stores}
     return plans
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 
 from .dtype import is_float
-from .expr import Axis, Expr, index, loads
+from .expr import Axis, Expr, index, loads, reductions
 from .inner import ROWS
 
 # What masks put in the place of scores is this or less, if it is not -inf; and what maxima of scores are not below.
@@ -120,7 +121,8 @@ def bounds_of(loop: Loop) -> tuple[Expr | None, ...]:
 
 @dataclass(frozen=True)
 class Store:
-    """An output: its elements over `axes`, from final accumulators and operands.
+    """An output: its elements over `axes`, from final accumulators and operands; or, where a loop's axis is among
+    `axes`, from operands alone, at each tile of that loop.
 
     Attributes:
       dims: index and extent of each dimension, in terms of `axes`; empty if the axes are the dimensions, in order.
@@ -197,6 +199,23 @@ class KernelPlan:
 
     def with_choices(self, choices: Choices) -> KernelPlan:
         return replace(self, choices=choices)
+
+
+def stored_in(loop: Loop, stores: Iterable[Store]) -> tuple[Store, ...]:
+    """Those of the stores that are made at each tile of a loop."""
+    return tuple(s for s in stores if loop.axis in s.axes)
+
+
+def evaluated_in(loop: Loop, stores: Iterable[Store]) -> list[Expr]:
+    """What a loop adds to accumulators, and what it stores, at each of its tiles."""
+    updates = [s.update for s in loop.steps if isinstance(s, Accumulator)]
+    return updates + [s.expr for s in stored_in(loop, stores)]
+
+
+def held_whole(grid: Iterable[Axis], loops: Iterable[Loop], stores: Sequence[Store]) -> frozenset[Axis]:
+    """The axes of a grid that a tile has whole, for what is stored in loops is reduced over them."""
+    inside = (s for loop in loops for s in stored_in(loop, stores))
+    return frozenset(r.axis for s in inside for r in reductions(s.expr)) & {*grid}
 
 
 def without_maxima(loop: Loop) -> Loop:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from .expr import Axis, Const, Expr, Index, Load, Op, Reduce, Ref, Size, children, free_axes, walk
-from .plan import FLOOR, Anchor, KernelPlan, Step, Store, bounds_of
+from .plan import FLOOR, Anchor, KernelPlan, Step, Store, bounds_of, stored_in
 from .program import Program, Value
 
 if TYPE_CHECKING:
@@ -118,13 +118,18 @@ def plan_text(plan: KernelPlan) -> str:
         lines.append(f"  for {loop.axis.name} in {span} by {tile(loop.axis)}{part}  (of {loop.axis.extent}{every})")
         if inner:
             lines.append(f"    # no masks in {inner[0] or 0} .. {inner[1] or loop.axis.extent}")
-        lines += _steps_text(loop.steps)
+        lines += _steps_text(loop.steps, stored_in(loop, plan.stores))
         guesses = loop.guesses if plan.choices.guesses else ()
         lines += [f"    # about {g.maximum} of the first keys; again unless {g.total} stays in range" for g in guesses]
-    names = shared(s.expr for s in plan.stores)
+    last = [s for s in plan.stores if not any(loop.axis in s.axes for loop in plan.loops)]
+    names = shared(s.expr for s in last)
     lines += _shared_text(names, "  ")
-    lines += [f"  store {s.name}{_place_text(s)}: {s.dtype} = {expr_text(s.expr, names)}" for s in plan.stores]
+    lines += [f"  {_store_text(s, names)}" for s in last]
     return "\n".join([*lines, *(f"  # {n}" for n in plan.notes)])
+
+
+def _store_text(s: Store, names: Mapping[Expr, str]) -> str:
+    return f"store {s.name}{_place_text(s)}: {s.dtype} = {expr_text(s.expr, names)}"
 
 
 def _place_text(s: Store) -> str:
@@ -143,19 +148,19 @@ def _shared_text(names: dict[Expr, str], indent: str) -> list[str]:
     return lines
 
 
-def _steps_text(steps: tuple[Step, ...]) -> list[str]:
-    """The steps of a loop; what they share is named just before its first use."""
-    exprs = [e for s in steps for e in _step_exprs(s)]
-    names = shared(exprs)
+def _steps_text(steps: tuple[Step, ...], stores: tuple[Store, ...]) -> list[str]:
+    """The steps of a loop, and its stores; what they share is named just before its first use."""
+    named = [*((s, _step_exprs(s)) for s in steps), *((s, [s.expr]) for s in stores)]
+    names = shared(e for _, exprs in named for e in exprs)
     known: dict[Expr, str] = {}
     lines = []
-    for step in steps:
-        used = {n for e in _step_exprs(step) for n in walk(e)}
+    for step, exprs in named:
+        used = {n for e in exprs for n in walk(e)}
         for e, name in names.items():
             if e in used and e not in known:
                 lines.append(f"    {name} = {expr_text(e, known)}")
                 known[e] = name
-        lines.append(f"    {_step_text(step, known)}")
+        lines.append(f"    {_store_text(step, known) if isinstance(step, Store) else _step_text(step, known)}")
     return lines
 
 

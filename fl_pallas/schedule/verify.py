@@ -9,7 +9,18 @@ from ..errors import ScheduleError
 from .dtype import DTYPES, is_float, is_int
 from .expr import Axis, Expr, Index, Load, Op, Reduce, Ref, children, free_axes, loads, walk
 from .integer import bounds
-from .plan import Accumulator, Anchor, KernelPlan, Loop, Step, Store, bounds_of, expressions, operand_names
+from .plan import (
+    Accumulator,
+    Anchor,
+    KernelPlan,
+    Loop,
+    Step,
+    Store,
+    bounds_of,
+    expressions,
+    held_whole,
+    operand_names,
+)
 from .program import Program, Value, reads_of
 from .text import axes_text, expr_text, plan_text, program_text
 
@@ -240,10 +251,17 @@ class _PlanVerifier:
 
     def store(self, store: Store, check: _Checker) -> None:
         check.axes(store.axes, "its axes")
-        outside = [a for a in store.axes if a.extent > 1 and a not in self.plan.grid]
+        loops = [loop for loop in self.plan.loops if loop.axis in store.axes]
+        looped = {loop.axis for loop in loops}
+        outside = [a for a in store.axes if a.extent > 1 and a not in self.plan.grid and a not in looped]
         check.that(not outside, f"its axes {axes_text(tuple(outside))} are not in the grid")
         check.that(store.dtype in DTYPES, f"unknown type {store.dtype}")
-        self.expr(store.expr, store.axes, self.held, check)
+        self.expr(store.expr, store.axes, {} if loops else self.held, check)
+        bounded = any(bound is not None for loop in loops for bound in bounds_of(loop))
+        check.that(not bounded and len(loops) < 2, "its loop does not go through all of its axis")
+        for axis in held_whole(self.plan.grid, loops, [store]):
+            sides = (c.tile(axis) or 1 for c in (self.plan.choices, *self.plan.others))
+            check.that(min(sides) >= axis.extent, f"it is reduced over {axis}, of which no tile has the whole")
         for i, n in store.dims:
             self.expr(i, store.axes, {}, check)
             span = bounds(i)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...errors import Unsupported
 from ..expr import Axis, Expr, free_axes
-from ..plan import Accumulator, KernelPlan, Loop, Store
+from ..plan import Accumulator, KernelPlan, Loop, Store, held_whole, stored_in
 from ..remember import remembered
 from ..scan import scanned_axes
 from ..target import Target
@@ -27,7 +27,8 @@ def build_plan(
     Axes whose tile covers them whole (features, head dimensions) are no loops and take no grid
     dimension: the paper's tiling-aware dimension elimination.
 
-    Raises: Unsupported if tiles do not hold an axis along which a running sum goes.
+    Raises: Unsupported if tiles do not hold an axis along which a running sum goes, or over which stores of loops are
+      reduced.
     """
     exprs: list[Expr] = [s.expr for s in stores]
     exprs += [s.update for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
@@ -35,11 +36,17 @@ def build_plan(
     scanned = scanned_axes(exprs)
     if scanned & {*kinds.batch}:
         raise Unsupported("a kernel", "a running sum goes along an axis that is taken one index at a time")
-    choices, *others = choose(kinds, loops, stores, product_bytes(kinds, loops, stores), target, scanned)
+    whole = held_whole(parallel, loops, stores)
+    ways = choose(kinds, loops, stores, product_bytes(kinds, loops, stores), target, scanned)
+    ways = tuple(c for c in ways if all((c.tile(a) or 1) >= a.extent for a in whole))
+    if not ways:
+        raise Unsupported("a kernel", "no tile holds an axis that is summed over at each step of a loop")
+    choices, *others = ways
     tiled = frozenset(a for c in (choices, *others) for a, n in c.tiles if n > 1)
     used = frozenset().union(*(free_axes(e) for e in exprs), *(s.axes for s in stores))
     grid = tuple(a for a in parallel if a.extent > 1 and a in used)
-    bounded = tuple(bound_loop(loop, tiled) for loop in loops)
+    # What a loop stores it has to go through.
+    bounded = tuple(loop if stored_in(loop, stores) else bound_loop(loop, tiled) for loop in loops)
     return KernelPlan(
         "", grid, kinds.features, bounded, stores, compute, choices, tuple(others), tuple(dict.fromkeys(notes))
     )

@@ -44,6 +44,10 @@ class Output:
     def index(self) -> tuple[Expr, ...]:
         return tuple(i for i, _ in self.dims) if self.dims else tuple(map(index, self.axes))
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(n for _, n in self.dims) if self.dims else tuple(a.extent for a in self.axes)
+
 
 @dataclass(frozen=True)
 class Fused:

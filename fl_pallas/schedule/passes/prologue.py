@@ -14,7 +14,7 @@ from dataclasses import replace
 from ..build import cast, op, row_major, substitute
 from ..expr import Axis, Expr, Index, Load, Op, free_axes, index, loads
 from ..integer import linear
-from ..plan import KernelPlan, Store, expressions, operand_names
+from ..plan import KernelPlan, Store, expressions, held_whole, operand_names, stored_in
 from ..scan import scanned_axes
 from .lay_out import rewritten
 
@@ -97,7 +97,13 @@ def _places(small: KernelPlan, host: KernelPlan) -> dict[Axis, Expr] | None:
             if axis.extent > 1 and axis not in small.features and places.setdefault(axis, at) is not at:
                 return None
     rows = {*host.grid} - {*host.features}
-    if not _is_each_once(places, rows) or any(loop.parts for loop in host.loops):
+    parts = {loop.parts for loop in host.loops if loop.parts is not None}
+    inside = {loop.axis for loop in host.loops if stored_in(loop, host.stores)}
+    if any(free_axes(at) & inside for at in places.values()):
+        # At each tile of its loop, of whichever part, it has other rows, and all that these go along.
+        rows = (rows - held_whole(host.grid, host.loops, host.stores) - parts) | inside
+        parts = set()
+    if parts or not _is_each_once(places, rows):
         return None
     free = list(host.features)
     for axis in (a for a in small.grid if a not in places):

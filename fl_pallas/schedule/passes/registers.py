@@ -17,7 +17,7 @@ from ..inner import (
     is_matrix_product,
     is_sequential,
 )
-from ..plan import Accumulator, Anchor, Choices, Loop, Store
+from ..plan import Accumulator, Anchor, Choices, Loop, Store, evaluated_in, stored_in
 from ..remember import remembered
 from ..scan import RUNNING
 from ..target import Target
@@ -45,9 +45,12 @@ def _registers(
     """32-bit registers of a program: what loops carry, and what is alive in the body of one."""
     tiled = frozenset(a for a, n in tiles.items() if n > 1)
     held = sum(_size(frozenset(s.axes), tiles) for loop in loops for s in loop.steps)
-    body = max((_live(loop, tiles, tiled, features) for loop in loops), default=0)
+    body = max((_live(loop, stores, tiles, tiled, features) for loop in loops), default=0)
     if len(loops) == 1:
         body = max(body, _products(loops[0], tiles, tiled))
+    inside = [s for loop in loops for s in stored_in(loop, stores)]
+    body += max((_size(frozenset(s.axes), tiles) for s in inside), default=0)
+    stores = tuple(s for s in stores if s not in inside)
     final = max((largest_tile(s.expr, tiles, tiled) for s in stores), default=0)
     if loops:
         final = max(final, held + max((_loaded_last(s.expr, tiles, features) for s in stores), default=0))
@@ -62,12 +65,18 @@ def _loaded_last(e: Expr, tiles: dict[Axis, int], features: frozenset[Axis]) -> 
     return sum(math.ceil(_size(free_axes(n), tiles) * (1 + itemsize(n.dtype) / 4)) for n in wide)
 
 
-def _live(loop: Loop, tiles: dict[Axis, int], tiled: frozenset[Axis], features: frozenset[Axis]) -> int:
+def _live(
+    loop: Loop,
+    stores: tuple[Store, ...],
+    tiles: dict[Axis, int],
+    tiled: frozenset[Axis],
+    features: frozenset[Axis],
+) -> int:
     """The widest tile of a loop's body, times what is alive of its size at once.
 
     Matrices that are only multiplied, along features, lie in shared memory.
     """
-    widest = max(largest_tile(s.update, tiles, tiled) for s in loop.steps if isinstance(s, Accumulator))
+    widest = max(largest_tile(e, tiles, tiled) for e in evaluated_in(loop, stores))
     times, loaded = _alive(loop, tiled, features)
     return widest * times + sum(_loaded(n, tiles) for n in loaded)
 
@@ -78,7 +87,7 @@ def _alive(loop: Loop, tiled: frozenset[Axis], features: frozenset[Axis]) -> tup
     nodes = {n for s in loop.steps if isinstance(s, Accumulator) for n in walk(s.update)}
     references = sum(isinstance(s, Accumulator) and s.kind == "max" for s in loop.steps)
     costly = any(isinstance(n, Op) and n.name in COSTLY and loop.axis in free_axes(n) for n in nodes)
-    sequential = any(isinstance(n, Reduce) and is_sequential(n, tiled | {n.axis}) for n in nodes)
+    sequential = any(isinstance(n, Reduce) and is_sequential(n, tiled) for n in nodes)
     loaded = tuple(n for n in nodes if isinstance(n, Load) and not free_axes(n) & features)
     return max(1, references) + costly + sequential, loaded
 
@@ -164,7 +173,7 @@ def _tiles_of(e: Expr, tiled: frozenset[Axis]) -> _Tiles:
         own = tiled | {r.axis}
         if (product := as_sheared(r.body, r.axis, own)) is not None:
             sheared.append(product)
-        elif as_product(r.body, r.axis, own) is None and not is_sequential(r, tiled - {r.axis}):
+        elif as_product(r.body, r.axis, own) is None and not is_sequential(r, tiled):
             over.append(free_axes(r.body))
     sequential = tuple(r.axis for r in inside if is_sequential(r, tiled))
     return _Tiles(sequential, tuple(dict.fromkeys(over)), shifted, tuple(sheared))

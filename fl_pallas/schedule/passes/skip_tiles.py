@@ -31,7 +31,7 @@ from ..expr import (
 )  # fmt: skip
 from ..inner import MAX_WHOLE, power_of_two
 from ..interior import constants, interior_steps
-from ..plan import Accumulator, Choices, Interior, KernelPlan, Loop, Store, bounds_of
+from ..plan import Accumulator, Choices, Interior, KernelPlan, Loop, Store, bounds_of, stored_in
 from ..spans import Span, truth
 from ..text import expr_text
 from .bound_loops import masks, narrowed
@@ -70,7 +70,9 @@ def _sides(plan: KernelPlan, choices: Choices) -> list[int]:
 
 
 def _pays(loop: Loop, plan: KernelPlan) -> bool:
-    """Whether what a kernel of summaries may save is more than its launch takes."""
+    """Whether what a kernel of summaries may save is more than its launch takes; a loop that stores skips no tile."""
+    if stored_in(loop, plan.stores):
+        return False
     scores = loop.axis.extent * math.prod(a.extent for a in plan.grid if a not in plan.features)
     return loop.axis.extent >= (MIN_EXTENT_OF_MANY if scores >= MANY else MIN_EXTENT)
 

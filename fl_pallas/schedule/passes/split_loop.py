@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..expr import Axis, Expr, Ref, free_axes, index, load, loads, reductions, ref
 from ..inner import as_product, is_sequential, power_of_two
-from ..plan import Accumulator, Anchor, Choices, KernelPlan, Loop, Step, Store, bounds_of, is_by_thread
+from ..plan import Accumulator, Anchor, Choices, KernelPlan, Loop, Step, Store, bounds_of, is_by_thread, stored_in
 from ..target import Target
 from .merge_partials import held_type, part_of
 
@@ -55,7 +55,7 @@ def split_loop(plan: KernelPlan, merger: str, target: Target) -> tuple[KernelPla
         plan,
         grid=(axis, *plan.grid),
         loops=(replace(loop, parts=axis),),
-        stores=kept,
+        stores=(*kept, *stored_in(loop, plan.stores)),
         choices=with_part(plan.choices, axis),
         others=tuple(with_part(c, axis) for c in plan.others),
         notes=(*plan.notes, note),
@@ -134,16 +134,19 @@ def _merging(plan: KernelPlan, name: str, loop: Loop, axis: Axis, names: dict[st
     kept = [a for a in plan.grid if any(a in s.axes for s in loop.steps)]
     along = plan.features if kept[-1:] and kept[-1] in plan.features else kept[-1:]
     # What is chosen among accumulators, by their last index, is stored side by side.
+    inside = stored_in(loop, plan.stores)
+    stores = tuple(s for s in plan.stores if s not in inside)
+    grid = tuple(a for a in plan.grid if any(a in s.axes for s in (*loop.steps, *stores)))
     chosen = [a for a in plan.features if a not in kept]
-    tiles = {a: plan.choices.tile(a) or 1 if a in (*along, *chosen) else 1 for a in plan.grid}
+    tiles = {a: plan.choices.tile(a) or 1 if a in (*along, *chosen) else 1 for a in grid}
     together = max(1, MERGED_AT_ONCE // max(math.prod(tiles.values()), 1))
     tiles[axis] = min(power_of_two(axis.extent), 1 << (together.bit_length() - 1))
     return KernelPlan(
         name,
-        plan.grid,
-        plan.features,
+        grid,
+        tuple(a for a in plan.features if a in grid),
         (Loop(axis, tuple(map(folded, loop.steps))),),
-        plan.stores,
+        stores,
         plan.compute,
         Choices(tuple(tiles.items()), 4, 1),
     )

@@ -20,7 +20,7 @@ from ..inner import (
     is_sequential,
 )
 from ..integer import linear
-from ..plan import Accumulator, Choices, KernelPlan, bounds_of
+from ..plan import Accumulator, Choices, KernelPlan, bounds_of, evaluated_in
 from ..remember import remembered
 from ..target import Target
 from .lay_out import touched_by
@@ -115,6 +115,7 @@ def evaluated(plan: KernelPlan, exprs: Sequence[Expr], axis: Axis | None) -> tup
     """
     found: dict[Expr, int] = {}
     products: set[Expr] = set()
+    tiles = dict(plan.choices.tiles)
     seen: set[tuple[Expr, tuple[Axis, ...]]] = set()
 
     def visit(e: Expr, steps: tuple[Axis, ...]) -> None:
@@ -131,7 +132,7 @@ def evaluated(plan: KernelPlan, exprs: Sequence[Expr], axis: Axis | None) -> tup
                 visit(c, steps)
             return
         wide = _wide(plan, free_axes(e.body) - {*steps})
-        if is_sequential(e, wide):
+        if e.axis not in tiles and is_sequential(e, wide - {e.axis}):
             steps = (*steps, e.axis)
         if not is_matrix_product(e.body, e.axis, wide):
             visit(e.body, steps)
@@ -183,7 +184,7 @@ def _bodies(plan: KernelPlan) -> list[tuple[list[Expr], Axis | None]]:
     """What each loop evaluates at a step, and its axis; of a kernel without loops, what it stores."""
     if not plan.loops:
         return [([s.expr for s in plan.stores], None)]
-    return [([s.update for s in loop.steps if isinstance(s, Accumulator)], loop.axis) for loop in plan.loops]
+    return [(evaluated_in(loop, plan.stores), loop.axis) for loop in plan.loops]
 
 
 def _wide(plan: KernelPlan, axes: Iterable[Axis]) -> frozenset[Axis]:

@@ -1,0 +1,219 @@
+"""Both sides: sums over the rows and over the columns of the same pairs in one kernel, where a tile has all columns.
+
+Before: a kernel with rows along queries sums gradients of scores over keys; another, with rows along keys, sums them
+over queries, and computes the same scores again. After: a tile has all keys. The loop over queries adds to the sums of
+keys, and at each of its tiles has all that the sums of its queries take, which it stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from ...errors import Unsupported
+from ..build import op, reduce, rewrite, substitute
+from ..dtype import itemsize
+from ..expr import Axis, Expr, Load, Reduce, Ref, free_axes, index, ref_names, sources, walk
+from ..plan import Accumulator, Anchor, KernelPlan, Loop, Store, operand_names, step_expressions
+from ..target import Target
+from .fuse import Fused
+from .group_rows import Kernel
+from .roles import roles
+from .share import renaming
+from .weigh import cheapest
+
+# Columns of a tile, at most: sums of each take registers all along.
+MOST = 128
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A kernel before its axes are put in order.
+
+    Attributes:
+      kernel: its parallel axes, loops and stores.
+      notes: for fl.explain.
+      part: what it computes; None if it loads what others store in place of some of that.
+    """
+
+    kernel: Kernel
+    notes: tuple[str, ...]
+    part: Fused | None = None
+
+
+def on_both_sides(
+    kernels: Sequence[Streamed | KernelPlan],
+    results: Collection[str],
+    streamed: Callable[[Fused], Streamed],
+    plans_of: Callable[..., tuple[KernelPlan, ...]],
+    compute: str,
+    target: Target,
+) -> list[Streamed | KernelPlan]:
+    """Kernels in the order in which they run → the same, two of them as one where that takes less time.
+
+    Args:
+      results: names of what is stored for others than these kernels.
+      streamed: the loops of a part.
+      plans_of: what kernels become.
+    """
+    made = [*kernels]
+    for first, last in combinations((k for k in kernels if isinstance(k, Streamed)), 2):
+        if first not in made or last not in made:
+            continue
+        between = made[made.index(first) + 1 : made.index(last)]
+        early = not any(_reads(last, k) for k in between)
+        if not early and any(_reads(k, first) for k in between):
+            continue
+        wanted = {*results}.union(*(_operands(k) for k in made if k is not first and k is not last))
+        ways: dict[tuple[KernelPlan, ...], Streamed] = {}
+        for rows, columns in ((first, last), (last, first)):
+            both = _both(rows, columns, streamed, compute, wanted)
+            with suppress(Unsupported):
+                ways |= {plans_of(both): both} if both is not None else {}
+        one = ways.get(cheapest((plans_of(first, last), *ways), target)) if ways else None
+        if one is not None:
+            place, gone = (first, last) if early else (last, first)
+            made = [one if k is place else k for k in made if k is not gone]
+    return made
+
+
+def _reads(kernel: Streamed | KernelPlan, other: Streamed | KernelPlan) -> bool:
+    """Whether a kernel loads what another stores."""
+    stores = other.stores if isinstance(other, KernelPlan) else other.kernel[2]
+    return not _operands(kernel).isdisjoint(s.name for s in stores)
+
+
+def _operands(kernel: Streamed | KernelPlan) -> frozenset[str]:
+    """Names of what a kernel loads."""
+    if isinstance(kernel, KernelPlan):
+        return frozenset(operand_names(kernel))
+    _, loops, stores = kernel.kernel
+    exprs = [e for loop in loops for s in loop.steps for e in step_expressions(s)]
+    return frozenset[str]().union(*map(sources, (*exprs, *(s.expr for s in stores))))
+
+
+def _both(
+    rows: Streamed, columns: Streamed, streamed: Callable[[Fused], Streamed], compute: str, wanted: Collection[str]
+) -> Streamed | None:
+    """Both kernels as one; None if they have no pairs in common, or a tile does not hold what `rows` sums over.
+
+    Args:
+      rows: its sums go along what is parallel in `columns`, which may load what it stores.
+      columns: its sums go along what is parallel in `rows`.
+      streamed: the loops of a part.
+      wanted: names of what others load.
+    """
+    (own, repeated, stores), (parallel, loops, _) = rows.kernel, columns.kernel
+    lengths = {loop.axis.extent for loop in repeated}
+    if columns.part is None or len(loops) != 1 or len(lengths) != 1 or max(lengths) > MOST or _reads(rows, columns):
+        return None
+    place = _same_pairs(repeated, columns.kernel)
+    if place is None or any(s.dims for s in stores):
+        return None
+    # What only one side has are its features; under names that the other has not.
+    features = [a for a in own if a not in place]
+    others = [a for a in parallel if a not in place.values()]
+    if not _are_features(features, rows.kernel) or not _are_features(others, columns.kernel):
+        return None
+    place |= {a: Axis(f"{a.name}_r", a.extent) for a in features}
+    # Under the name that reductions bind, so that what is in the body of one is what is beside it.
+    column = place[repeated[0].axis]
+    whole = Axis(f"r{column.extent}", column.extent)
+    if whole in {*parallel, *place.values()} - {column}:
+        return None
+    place |= {loop.axis: whole for loop in repeated}
+    folded = _folded(rows.kernel, {a: index(b) for a, b in place.items()}, whole)
+    parallel, (loop,), last = streamed(_renamed(columns.part, column, whole)).kernel
+    inside = {s.name: replace(s, axes=tuple(place[a] for a in s.axes)) for s in folded or ()}
+    loop = replace(loop, steps=tuple(_without_loads(s, inside, compute) for s in loop.steps))
+    exprs = [*(s.expr for s in last), *(s.value for s in loop.steps if isinstance(s, Anchor))]
+    if (
+        not inside
+        or any(not sources(e).isdisjoint(inside) for e in exprs)
+        or any(ref_names(s.expr) for s in folded or ())
+    ):
+        return None
+    kept = (s for s in inside.values() if s.name in wanted)
+    kernel = (*parallel, *(place[a] for a in features)), (loop,), (*last, *kept)
+    return Streamed(kernel, tuple(dict.fromkeys((*rows.notes, *columns.notes))))
+
+
+def _same_pairs(rows: Iterable[Loop], columns: Kernel) -> dict[Axis, Axis] | None:
+    """For each axis of a product, or load, of pairs of rows and columns that of the same pairs in the other kernel."""
+    parallel, (theirs,), _ = columns
+    offered = dict.fromkeys(n for n in _nodes(theirs) if _is_of_pairs(n, theirs.axis))
+    for loop in rows:
+        for own in dict.fromkeys(n for n in _nodes(loop) if _is_of_pairs(n, loop.axis)):
+            for other in offered:
+                found = {b: a for a, b in (renaming(own, other) or {}).items()}
+                if found.get(loop.axis) in parallel and theirs.axis in found.values():
+                    return {a: b for a, b in found.items() if a != loop.axis} | {loop.axis: found[loop.axis]}
+    return None
+
+
+def _nodes(loop: Loop) -> Iterable[Expr]:
+    return (n for s in loop.steps if isinstance(s, Accumulator) for n in walk(s.update))
+
+
+def _is_of_pairs(n: Expr, axis: Axis) -> bool:
+    """Whether a node is a product, or a load, of pairs along `axis` and others."""
+    return isinstance(n, Load | Reduce) and axis in free_axes(n) and len(free_axes(n)) > 1
+
+
+def _are_features(axes: Collection[Axis], kernel: Kernel) -> bool:
+    return {a for a in axes if a.extent > 1} <= {*roles(*kernel).features}
+
+
+def _renamed(fused: Fused, axis: Axis, other: Axis) -> Fused:
+    """A kernel with an axis under another name."""
+
+    def over(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        return tuple(other if a == axis else a for a in axes)
+
+    def there(e: Expr) -> Expr:
+        return substitute(e, {axis: index(other)})
+
+    outputs = (
+        replace(o, axes=over(o.axes), expr=there(o.expr), dims=tuple((there(i), n) for i, n in o.dims))
+        for o in fused.outputs
+    )
+    return Fused(tuple(outputs))
+
+
+def _folded(kernel: Kernel, place: Mapping[Axis, Expr], whole: Axis) -> list[Store] | None:
+    """What a kernel stores, its axes in another's place, of one tile that has the axis of its loops whole: each
+    accumulator is a reduction over that. None if a loop follows references."""
+    _, loops, stores = kernel
+    made: dict[Expr, Expr] = {}
+    for s in (s for loop in loops for s in loop.steps):
+        if isinstance(s, Anchor):
+            return None
+        value = reduce(s.kind, whole, substitute(s.update, place, made), s.dtype)
+        made |= dict.fromkeys(_references(s.name, kernel), value)
+    return [replace(s, expr=substitute(s.expr, place, made)) for s in stores]
+
+
+def _references(name: str, kernel: Kernel) -> Iterable[Expr]:
+    """The nodes that stand for an accumulator."""
+    _, loops, stores = kernel
+    nodes = (n for e in (*(s.expr for s in stores),) for n in walk(e))
+    every = (*nodes, *(n for loop in loops for n in _nodes(loop)))
+    return {n for n in every if isinstance(n, Ref) and n.name == name}
+
+
+def _without_loads(step: Accumulator | Anchor, stores: Mapping[str, Store], compute: str) -> Accumulator | Anchor:
+    """A step of a loop with what is stored at each of its tiles in the place of loads of that."""
+
+    def rule(e: Expr) -> Expr:
+        if not isinstance(e, Load) or e.source not in stores:
+            return e
+        s = stores[e.source]
+        value = substitute(s.expr, dict(zip(s.axes, e.index, strict=True)))
+        return value if itemsize(s.dtype) >= itemsize(compute) else op("rounded", value, dtype=s.dtype)
+
+    if isinstance(step, Anchor):
+        return step
+    correct = None if step.correct is None else rewrite(step.correct, rule)
+    return replace(step, update=rewrite(step.update, rule), correct=correct)
