@@ -66,7 +66,8 @@ class PlanRun:
 
     @property
     def scope(self) -> Scope:
-        extra = {a: None for s in self.plan.stores for a in s.axes if a not in self.plan.grid}
+        known = {*self.plan.grid, *(loop.axis for loop in self.plan.loops)}
+        extra = {a: None for s in self.plan.stores for a in s.axes if a not in known}
         return (*self.plan.grid, *extra)
 
     def run(self) -> dict[str, np.ndarray]:
@@ -81,8 +82,9 @@ class PlanRun:
         out = {}
         with np.errstate(all="ignore"):
             for s in self.plan.stores:
-                array = TileEvaluator(self.known, held).at(s.expr, s.axes if not held else self.scope)
-                array = array if not held else self._of(array, s.axes)
+                alone = not held or any(loop.axis in s.axes for loop in self.plan.loops)
+                array = TileEvaluator(self.known, held).at(s.expr, s.axes if alone else self.scope)
+                array = array if alone else self._of(array, s.axes)
                 shape = tuple(a.extent for a in s.axes)
                 array = np.broadcast_to(array, shape).astype(storage(s.dtype))
                 out[s.name] = np.empty(s.shape, array.dtype)

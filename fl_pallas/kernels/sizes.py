@@ -30,7 +30,7 @@ from ..schedule.expr import (
 )
 from ..schedule.inner import MAX_WHOLE, power_of_two
 from ..schedule.integer import MAX_SIZE
-from ..schedule.plan import Choices, KernelPlan, Loop, Store, operand_names
+from ..schedule.plan import Choices, KernelPlan, Loop, Store, held_whole, operand_names
 from .triton import TensorSpec, output_specs
 
 # Sizes that hold a stride are given in units that Triton may rely on, elements; the widest load has 16 of them.
@@ -179,6 +179,11 @@ class _Walk:
         self.bound: dict[str, str] = {}
         # The axes that are tiled; what bounds of loops reduce over else is taken whole, and needs room.
         self.tiled = {axis.name for axis in (*a.plan.grid, *(loop.axis for loop in a.plan.loops))}
+        # What a tile has whole, for reductions over it, has room in that, and is named by its extent.
+        whole = [[axis for axis in x.plan.grid if axis in held_whole(x.plan)] for x in (a, b)]
+        self.bound.update((x.name, y.name) for x, y in zip(*whole, strict=False))
+        every = (a.plan.choices, *a.plan.others)
+        self.room = {x.name: min(c.tile(x) or 1 for c in every) for x in whole[0]}
         self.places = [{n: k for k, n in enumerate(operand_names(x.plan))} for x in (a, b)]
 
     def laid(self) -> Laid:
@@ -205,6 +210,8 @@ class _Walk:
         if isinstance(n, int):
             return Axis(x.name, x.extent)
         if x.name in self.tiled:
+            if max(n.hint, y.extent) > self.room.get(x.name, n.hint + y.extent):
+                raise Mismatch("an axis that no tile covers")
             return Axis(x.name, n.hint, n)
         room = min(MAX_WHOLE, max(ROOM, power_of_two(2 * n.hint)))
         if y.extent > room:

@@ -29,6 +29,7 @@ from ..schedule.plan import (
     KernelPlan,
     Store,
     expressions,
+    held_whole,
     is_by_thread,
     operand_names,
 )
@@ -222,10 +223,11 @@ class _Program:
             self.ev.nothing = lax.shift_right_logical(rest, jnp.int32(30))
         order = sorted(plan.grid, key=lambda a: (plan.choices.tile(a) or 1) > 1)
         starts: dict[Axis, Array] = {}
+        whole = held_whole(plan)
         sides: dict[Axis, int] = {}
         for axis in reversed(order):
             side = sides[axis] = plan.choices.tile(axis) or 1
-            if axis.size is not None or _programs(plan, axis) > 1:
+            if axis not in whole and (axis.size is not None or _programs(plan, axis) > 1):
                 count = self.ev.tiles(axis, side)
                 at = lax.rem(rest, count)
                 if _grows(plan, axis):

@@ -212,10 +212,15 @@ def evaluated_in(loop: Loop, stores: Iterable[Store]) -> list[Expr]:
     return updates + [s.expr for s in stored_in(loop, stores)]
 
 
-def held_whole(grid: Iterable[Axis], loops: Iterable[Loop], stores: Sequence[Store]) -> frozenset[Axis]:
-    """The axes of a grid that a tile has whole, for what is stored in loops is reduced over them."""
+def reduced_over(grid: Iterable[Axis], loops: Iterable[Loop], stores: Sequence[Store]) -> frozenset[Axis]:
+    """The axes of a grid over which what is stored in loops is reduced: a tile has to have them whole."""
     inside = (s for loop in loops for s in stored_in(loop, stores))
     return frozenset(r.axis for s in inside for r in reductions(s.expr)) & {*grid}
+
+
+def held_whole(plan: KernelPlan) -> frozenset[Axis]:
+    """The axes of a plan's grid that a tile has whole, because what is stored in loops is reduced over them."""
+    return reduced_over(plan.grid, plan.loops, plan.stores)
 
 
 def without_maxima(loop: Loop) -> Loop:

@@ -18,8 +18,8 @@ from .plan import (
     Store,
     bounds_of,
     expressions,
-    held_whole,
     operand_names,
+    reduced_over,
 )
 from .program import Program, Value, reads_of
 from .text import axes_text, expr_text, plan_text, program_text
@@ -259,7 +259,7 @@ class _PlanVerifier:
         self.expr(store.expr, store.axes, {} if loops else self.held, check)
         bounded = any(bound is not None for loop in loops for bound in bounds_of(loop))
         check.that(not bounded and len(loops) < 2, "its loop does not go through all of its axis")
-        for axis in held_whole(self.plan.grid, loops, [store]):
+        for axis in reduced_over(self.plan.grid, loops, [store]):
             sides = (c.tile(axis) or 1 for c in (self.plan.choices, *self.plan.others))
             check.that(min(sides) >= axis.extent, f"it is reduced over {axis}, of which no tile has the whole")
         for i, n in store.dims:

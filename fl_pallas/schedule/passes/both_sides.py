@@ -128,14 +128,11 @@ def _both(
     parallel, (loop,), last = streamed(_renamed(columns.part, column, whole)).kernel
     inside = {s.name: replace(s, axes=tuple(place[a] for a in s.axes)) for s in folded or ()}
     loop = replace(loop, steps=tuple(_without_loads(s, inside, compute) for s in loop.steps))
+    kept = tuple(s for s in inside.values() if s.name in wanted)
     exprs = [*(s.expr for s in last), *(s.value for s in loop.steps if isinstance(s, Anchor))]
-    if (
-        not inside
-        or any(not sources(e).isdisjoint(inside) for e in exprs)
-        or any(ref_names(s.expr) for s in folded or ())
-    ):
+    loaded = frozenset[str]().union(*map(sources, exprs))
+    if not kept or any(ref_names(s.expr) for s in kept) or not loaded.isdisjoint(inside):
         return None
-    kept = (s for s in inside.values() if s.name in wanted)
     kernel = (*parallel, *(place[a] for a in features)), (loop,), (*last, *kept)
     return Streamed(kernel, tuple(dict.fromkeys((*rows.notes, *columns.notes))))
 

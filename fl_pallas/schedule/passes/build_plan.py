@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...errors import Unsupported
 from ..expr import Axis, Expr, free_axes
-from ..plan import Accumulator, KernelPlan, Loop, Store, held_whole, stored_in
+from ..plan import Accumulator, KernelPlan, Loop, Store, reduced_over, stored_in
 from ..remember import remembered
 from ..scan import scanned_axes
 from ..target import Target
@@ -28,7 +28,7 @@ def build_plan(
     dimension: the paper's tiling-aware dimension elimination.
 
     Raises: Unsupported if tiles do not hold an axis along which a running sum goes, or over which stores of loops are
-      reduced.
+      reduced, or where those multiply matrices of float32.
     """
     exprs: list[Expr] = [s.expr for s in stores]
     exprs += [s.update for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
@@ -36,8 +36,13 @@ def build_plan(
     scanned = scanned_axes(exprs)
     if scanned & {*kinds.batch}:
         raise Unsupported("a kernel", "a running sum goes along an axis that is taken one index at a time")
-    whole = held_whole(parallel, loops, stores)
-    ways = choose(kinds, loops, stores, product_bytes(kinds, loops, stores), target, scanned)
+    whole, bytes_ = reduced_over(parallel, loops, stores), product_bytes(kinds, loops, stores)
+    if whole and bytes_ > 2:
+        # (They spill: 64 queries and keys take 125 us for 134 apart, on an H200.)
+        raise Unsupported(
+            "a kernel", "the parts of float32 operands of so many products take more registers than it has"
+        )
+    ways = choose(kinds, loops, stores, bytes_, target, scanned)
     ways = tuple(c for c in ways if all((c.tile(a) or 1) >= a.extent for a in whole))
     if not ways:
         raise Unsupported("a kernel", "no tile holds an axis that is summed over at each step of a loop")

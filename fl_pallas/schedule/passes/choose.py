@@ -9,7 +9,7 @@ from collections.abc import Set
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Reduce, free_axes, index, loads, reductions, walk
 from ..inner import as_product, as_sheared, as_shifted, is_product_of_loop, multiplied_in, power_of_two
-from ..plan import Accumulator, Choices, Loop, Store
+from ..plan import Accumulator, Choices, Loop, Store, stored_in
 from ..scan import BLOCK
 from ..target import Target
 from .registers import is_intricate, largest_tile, pressure
@@ -51,6 +51,8 @@ NARROW = (
     (16, 16, 4, 2),
     (16, 16, 8, 2),
 )
+# For kernels that store in a loop, and have one side of its pairs whole.
+WHOLE = (*PREFERRED, (128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2))
 # For several loops, one after another.
 SEVERAL = ((64, 64, 4, 3), (128, 64, 8, 2), (64, 64, 4, 2), *NARROW)
 # (row, other, loop, warps), for sums of elements that a thread takes by itself: by what is compiled of them.
@@ -76,7 +78,7 @@ def choose(
     target: Target,
     scanned: Set[Axis] = frozenset(),
 ) -> tuple[Choices, ...]:
-    """Tile sides, warps and stages worth trying for a kernel, best first.
+    """Tile sides, warps and stages worth trying for a kernel, best first; none where one that stores in loops spills.
 
     Models leave out what cannot fit registers and shared memory; what nearly does is for the compiler to say
     (kernels/fit.py).
@@ -208,9 +210,10 @@ def _fitting(
     scanned: Set[Axis],
 ) -> list[Choices]:
     """The choices of rows, columns, warps and stages that may fit with these tiles of the other axes."""
-    narrow = bytes_ > 2 or is_intricate(loops)
+    narrow, inside = bytes_ > 2 or is_intricate(loops), any(stored_in(loop, stores) for loop in loops)
+    ways = NARROW if narrow else SEVERAL if len(loops) > 1 else WHOLE if inside else PREFERRED
     fitting, too_wide, tight = [], [], []
-    for row, column, warps, stages in NARROW if narrow else SEVERAL if len(loops) > 1 else PREFERRED:
+    for row, column, warps, stages in ways:
         tiles = dict(fixed)
         if kinds.row is not None:
             tiles[kinds.row] = min(row, max(MIN_TILE, power_of_two(kinds.row.extent)))
@@ -228,7 +231,9 @@ def _fitting(
             tight.append(choices)
     if fitting and all(c.warps > 4 for c in fitting):
         fitting = [*tight[-1:], *fitting]
-    return _busier(list(dict.fromkeys(fitting or too_wide[-1:])), {loop.axis for loop in loops}, target)
+    # Two kernels as one are no gain if they spill.
+    last = [] if inside else too_wide[-1:]
+    return _busier(list(dict.fromkeys(fitting or last)), {loop.axis for loop in loops}, target)
 
 
 def _busier(ways: list[Choices], streamed: set[Axis], target: Target) -> list[Choices]:
@@ -237,6 +242,8 @@ def _busier(ways: list[Choices], streamed: set[Axis], target: Target) -> list[Ch
     def programs(c: Choices) -> int:
         return math.prod(-(-a.extent // n) for a, n in c.tiles if a not in streamed)
 
+    if not ways:
+        return []
     pick, *others = ways
     if 2 * programs(pick) >= target.processors:
         return ways

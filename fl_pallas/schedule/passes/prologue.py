@@ -101,7 +101,7 @@ def _places(small: KernelPlan, host: KernelPlan) -> dict[Axis, Expr] | None:
     inside = {loop.axis for loop in host.loops if stored_in(loop, host.stores)}
     if any(free_axes(at) & inside for at in places.values()):
         # At each tile of its loop, of whichever part, it has other rows, and all that these go along.
-        rows = (rows - held_whole(host.grid, host.loops, host.stores) - parts) | inside
+        rows = (rows - held_whole(host) - parts) | inside
         parts = set()
     if parts or not _is_each_once(places, rows):
         return None

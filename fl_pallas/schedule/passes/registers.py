@@ -47,10 +47,8 @@ def _registers(
     held = sum(_size(frozenset(s.axes), tiles) for loop in loops for s in loop.steps)
     body = max((_live(loop, stores, tiles, tiled, features) for loop in loops), default=0)
     if len(loops) == 1:
-        body = max(body, _products(loops[0], tiles, tiled))
-    inside = [s for loop in loops for s in stored_in(loop, stores)]
-    body += max((_size(frozenset(s.axes), tiles) for s in inside), default=0)
-    stores = tuple(s for s in stores if s not in inside)
+        body = max(body, _products(loops[0], stores, tiles, tiled))
+    stores = tuple(s for s in stores if not any(loop.axis in s.axes for loop in loops))
     final = max((largest_tile(s.expr, tiles, tiled) for s in stores), default=0)
     if loops:
         final = max(final, held + max((_loaded_last(s.expr, tiles, features) for s in stores), default=0))
@@ -77,14 +75,16 @@ def _live(
     Matrices that are only multiplied, along features, lie in shared memory.
     """
     widest = max(largest_tile(e, tiles, tiled) for e in evaluated_in(loop, stores))
-    times, loaded = _alive(loop, tiled, features)
+    times, loaded = _alive(loop, stored_in(loop, stores), tiled, features)
     return widest * times + sum(_loaded(n, tiles) for n in loaded)
 
 
 @remembered
-def _alive(loop: Loop, tiled: frozenset[Axis], features: frozenset[Axis]) -> tuple[int, tuple[Load, ...]]:
+def _alive(
+    loop: Loop, stores: tuple[Store, ...], tiled: frozenset[Axis], features: frozenset[Axis]
+) -> tuple[int, tuple[Load, ...]]:
     """How many of the widest tiles of a loop's body are alive at once, and the loads that are beside those."""
-    nodes = {n for s in loop.steps if isinstance(s, Accumulator) for n in walk(s.update)}
+    nodes = {n for e in evaluated_in(loop, stores) for n in walk(e)}
     references = sum(isinstance(s, Accumulator) and s.kind == "max" for s in loop.steps)
     costly = any(isinstance(n, Op) and n.name in COSTLY and loop.axis in free_axes(n) for n in nodes)
     sequential = any(isinstance(n, Reduce) and is_sequential(n, tiled) for n in nodes)
@@ -92,9 +92,9 @@ def _alive(loop: Loop, tiled: frozenset[Axis], features: frozenset[Axis]) -> tup
     return max(1, references) + costly + sequential, loaded
 
 
-def _products(loop: Loop, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int:
+def _products(loop: Loop, stores: tuple[Store, ...], tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int:
     """The products that a loop's body makes, and a tile more."""
-    sequential, made = _made(loop, tiled)
+    sequential, made = _made(loop, stored_in(loop, stores), tiled)
     # One at a time, where a sum goes through them one by one (heads that are mixed).
     tiles = {**tiles, **dict.fromkeys(sequential, 1)}
     sizes = [_size(axes, tiles) for axes in made]
@@ -102,10 +102,12 @@ def _products(loop: Loop, tiles: dict[Axis, int], tiled: frozenset[Axis]) -> int
 
 
 @remembered
-def _made(loop: Loop, tiled: frozenset[Axis]) -> tuple[tuple[Axis, ...], tuple[frozenset[Axis], ...]]:
+def _made(
+    loop: Loop, stores: tuple[Store, ...], tiled: frozenset[Axis]
+) -> tuple[tuple[Axis, ...], tuple[frozenset[Axis], ...]]:
     """The axes that sums in a loop's body go along one index at a time, and the axes of each product that it makes."""
-    nodes = {n for s in loop.steps if isinstance(s, Accumulator) for n in walk(s.update) if isinstance(n, Reduce)}
-    sequential = tuple(n.axis for n in nodes if is_sequential(n, tiled | {n.axis}))
+    nodes = {n for e in evaluated_in(loop, stores) for n in walk(e) if isinstance(n, Reduce)}
+    sequential = tuple(n.axis for n in nodes if is_sequential(n, tiled))
     products = (n for n in nodes if is_matrix_product(n.body, n.axis, tiled | {n.axis}))
     return sequential, tuple(free_axes(n) for n in products if loop.axis in free_axes(n))
 
