@@ -15,6 +15,7 @@ from ..inner import (
     covering_tile,
     factors,
     is_matrix_product,
+    is_product_of_loop,
     is_sequential,
 )
 from ..plan import Accumulator, Anchor, Choices, Loop, Store, evaluated_in, stored_in
@@ -110,6 +111,12 @@ def _made(
     sequential = tuple(n.axis for n in nodes if is_sequential(n, tiled))
     products = (n for n in nodes if is_matrix_product(n.body, n.axis, tiled | {n.axis}))
     return sequential, tuple(free_axes(n) for n in products if loop.axis in free_axes(n))
+
+
+def products_in(loop: Loop, stores: tuple[Store, ...], tiled: frozenset[Axis]) -> int:
+    """How many products of matrices an iteration of a loop makes, with those that it stores."""
+    updates = [s.update for s in loop.steps if isinstance(s, Accumulator)]
+    return len(_made(loop, stores, tiled)[1]) + sum(is_product_of_loop(e, loop.axis, tiled) for e in updates)
 
 
 # Operations that take a dozen instructions, and registers for them.
