@@ -74,6 +74,9 @@ class Sizes:
     graphs: tuple[int, int, int, int, int] = (16, 8, 256, 32, 64)
     windows: tuple[int, int, int, int, int] = (64, 8, 7, 6, 32)
     image: tuple[int, int, int, int] = (2, 12, 64, 64)
+    patches: tuple[int, int, int, int, int] = (256, 12, 50, 50, 64)
+    captions: tuple[int, int, int, int, int] = (8, 8, 4096, 77, 64)
+    latents: tuple[int, int, int, int, int] = (16, 8, 64, 4096, 64)
     decode_seqs: tuple[int, ...] = (1024, 8192, 65536)
     decode_batches: tuple[int, ...] = (1, 8, 64)
     host_seq: int = 512
@@ -90,7 +93,8 @@ class Sizes:
 TINY = Sizes(
     seqs=(48,), gqa_seqs=(48,), dims=(16,), tokens=96, width=32, heads=(4, 2), evoformer=(1,), rows=24,
     triangles=(20,), residues=(20,), points=40, retrieval=(2, 3, 8, 24, 16), graphs=(1, 2, 24, 16, 8),
-    windows=(1, 2, 4, 2, 16), image=(1, 2, 5, 16),
+    windows=(1, 2, 4, 2, 16), image=(1, 2, 5, 16), patches=(2, 2, 17, 17, 16), captions=(1, 2, 40, 9, 16),
+    latents=(1, 2, 8, 40, 16),
     decode_seqs=(64,), decode_batches=(2,), host_seq=64, longest=96,
     lengths=(3, 20, 40), dtype=torch.float32,
 )  # fmt: skip
@@ -211,6 +215,9 @@ def images(z: Sizes) -> Iterator[Cell]:
     for name, make, letters, sizes in (
         ("windows", vision.windows, "bwshd", z.windows),
         ("decomposed", vision.positions, "bhsd", z.image),
+        ("patches", vision.tokens, "bhqkd", z.patches),
+        ("captions", vision.tokens, "bhqkd", z.captions),
+        ("latents", vision.tokens, "bhqkd", z.latents),
     ):
         yield _sized(f"vision/{name}", make, letters, sizes, z.dtype, ("ours", "compile", "eager"))
 

@@ -1,4 +1,5 @@
-"""Attention of images: windows with a table of relative positions, and positions decomposed by height and width."""
+"""Attention of images: windows with a table of relative positions, positions decomposed by height and width, and few
+tokens, or few that all others are looked at from (patches, captions, latents)."""
 
 from __future__ import annotations
 
@@ -32,6 +33,26 @@ def decomposed(q: Tensor, k: Tensor, v: Tensor, tall: Tensor, wide: Tensor) -> T
     scores = (q * d**-0.5 @ k.mT).view(b, h, side, side, side, side)
     scores = scores + rows[..., :, None] + columns[..., None, :]
     return scores.view(b, h, i, i).softmax(-1) @ v
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q [b,h,i,d], k, v [b,h,j,d]."""
+    return (q * q.shape[-1] ** -0.5 @ k.mT).softmax(-1) @ v
+
+
+def tokens(b: int, h: int, i: int, j: int, d: int, device: torch.device, dtype: torch.dtype) -> Problem:
+    """i tokens that see j others."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(b, h, n, d, device=device, dtype=dtype) for n in (i, j, j))
+    return Problem(
+        plain=plain,
+        inputs=(q, k, v),
+        axes=("bhid", "bhjd", "bhjd"),
+        out_axes=("bhid",),
+        flops=4 * b * h * i * j * d,
+        bytes=nbytes(q, k, v, q),
+        scores=b * h * i * j,
+    )
 
 
 def windows(b: int, grid: int, side: int, h: int, d: int, device: torch.device, dtype: torch.dtype) -> Problem:
