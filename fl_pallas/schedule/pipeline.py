@@ -13,7 +13,7 @@ from .dtype import is_float, itemsize
 from .expr import Axis, Expr, sources
 from .passes.align import align
 from .passes.along import take_along
-from .passes.both_sides import Streamed, on_both_sides
+from .passes.both_sides import on_both_sides
 from .passes.build_plan import build_plan
 from .passes.by_cases import by_cases, solved
 from .passes.by_distance import by_distance
@@ -33,6 +33,7 @@ from .passes.itself import itself
 from .passes.lay_out import lay_out, lay_out_results
 from .passes.look_up import look_up
 from .passes.of_positions import of_positions
+from .passes.pairs import Streamed
 from .passes.part import Kernel, part_outputs, ways_to_part
 from .passes.picked import picked
 from .passes.places import places

@@ -7,40 +7,27 @@ keys, and at each of its tiles has all that the sums of its queries take, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 
 from ...errors import Unsupported
 from ..build import op, reduce, rewrite, substitute
 from ..dtype import itemsize
-from ..expr import Axis, Expr, Load, Reduce, Ref, free_axes, index, ref_names, sources, walk
-from ..plan import Accumulator, Anchor, KernelPlan, Loop, Store, operand_names, step_expressions
+from ..expr import Axis, Expr, Load, index, ref_names, sources
+from ..plan import Accumulator, Anchor, KernelPlan, Store
 from ..target import Target
+from .both_dimensions import both_dimensions
 from .fuse import Fused
 from .group_rows import Kernel
-from .roles import roles
+from .pairs import Streamed, are_features, as_parallel, nodes_of_pairs, operands, reads, references
 from .share import renaming
 from .weigh import cheapest
 
 # Columns of a tile, at most: sums of each take registers all along.
 MOST = 128
-
-
-@dataclass(frozen=True)
-class Streamed:
-    """A kernel before its axes are put in order.
-
-    Attributes:
-      kernel: its parallel axes, loops and stores.
-      notes: for fl.explain.
-      part: what it computes; None if it loads what others store in place of some of that.
-    """
-
-    kernel: Kernel
-    notes: tuple[str, ...]
-    part: Fused | None = None
 
 
 def on_both_sides(
@@ -59,39 +46,30 @@ def on_both_sides(
       plans_of: what kernels become.
     """
     made = [*kernels]
-    for first, last in combinations((k for k in kernels if isinstance(k, Streamed)), 2):
-        if first not in made or last not in made:
+    pairs = deque(combinations((k for k in kernels if isinstance(k, Streamed)), 2))
+    while pairs:
+        pair = pairs.popleft()
+        if not all(k in made for k in pair):
             continue
+        first, last = sorted(pair, key=made.index)
         between = made[made.index(first) + 1 : made.index(last)]
-        early = not any(_reads(last, k) for k in between)
-        if not early and any(_reads(k, first) for k in between):
+        early = not any(reads(last, k) for k in between)
+        if not early and any(reads(k, first) for k in between):
             continue
-        wanted = {*results}.union(*(_operands(k) for k in made if k is not first and k is not last))
+        wanted = {*results}.union(*(operands(k) for k in made if k is not first and k is not last))
+        found: list[Streamed | None] = []
+        for one, other in (pair, pair[::-1]):
+            found += [_both(one, other, streamed, compute, wanted), both_dimensions(one, other, compute)]
         ways: dict[tuple[KernelPlan, ...], Streamed] = {}
-        for rows, columns in ((first, last), (last, first)):
-            both = _both(rows, columns, streamed, compute, wanted)
+        for both in found:
             with suppress(Unsupported):
                 ways |= {plans_of(both): both} if both is not None else {}
-        one = ways.get(cheapest((plans_of(first, last), *ways), target)) if ways else None
-        if one is not None:
+        best = ways.get(cheapest((plans_of(first, last), *ways), target)) if ways else None
+        if best is not None:
             place, gone = (first, last) if early else (last, first)
-            made = [one if k is place else k for k in made if k is not gone]
+            made = [best if k is place else k for k in made if k is not gone]
+            pairs.extend((best, k) for k in made if isinstance(k, Streamed) and k is not best)
     return made
-
-
-def _reads(kernel: Streamed | KernelPlan, other: Streamed | KernelPlan) -> bool:
-    """Whether a kernel loads what another stores."""
-    stores = other.stores if isinstance(other, KernelPlan) else other.kernel[2]
-    return not _operands(kernel).isdisjoint(s.name for s in stores)
-
-
-def _operands(kernel: Streamed | KernelPlan) -> frozenset[str]:
-    """Names of what a kernel loads."""
-    if isinstance(kernel, KernelPlan):
-        return frozenset(operand_names(kernel))
-    _, loops, stores = kernel.kernel
-    exprs = [e for loop in loops for s in loop.steps for e in step_expressions(s)]
-    return frozenset[str]().union(*map(sources, (*exprs, *(s.expr for s in stores))))
 
 
 def _both(
@@ -107,15 +85,15 @@ def _both(
     """
     (own, repeated, stores), (parallel, loops, _) = rows.kernel, columns.kernel
     lengths = {loop.axis.extent for loop in repeated}
-    if columns.part is None or len(loops) != 1 or len(lengths) != 1 or max(lengths) > MOST or _reads(rows, columns):
+    if columns.part is None or len(loops) != 1 or len(lengths) != 1 or max(lengths) > MOST or reads(rows, columns):
         return None
-    place = _same_pairs(repeated, columns.kernel)
-    if place is None or any(s.dims for s in stores):
+    place = _same_pairs(rows.kernel, columns.kernel)
+    if place is None or any(s.dims and s.name in operands(columns) for s in stores):
         return None
     # What only one side has are its features; under names that the other has not.
     features = [a for a in own if a not in place]
     others = [a for a in parallel if a not in place.values()]
-    if not _are_features(features, rows.kernel) or not _are_features(others, columns.kernel):
+    if not are_features(features, rows.kernel) or not are_features(others, columns.kernel):
         return None
     place |= {a: Axis(f"{a.name}_r", a.extent) for a in features}
     # Under the name that reductions bind, so that what is in the body of one is what is beside it.
@@ -124,9 +102,9 @@ def _both(
     if whole in {*parallel, *place.values()} - {column}:
         return None
     place |= {loop.axis: whole for loop in repeated}
-    folded = _folded(rows.kernel, {a: index(b) for a, b in place.items()}, whole)
+    folded = _folded(rows.kernel, place, whole)
     parallel, (loop,), last = streamed(_renamed(columns.part, column, whole)).kernel
-    inside = {s.name: replace(s, axes=tuple(place[a] for a in s.axes)) for s in folded or ()}
+    inside = {s.name: s for s in folded or ()}
     loop = replace(loop, steps=tuple(_without_loads(s, inside, compute) for s in loop.steps))
     kept = tuple(s for s in inside.values() if s.name in wanted)
     exprs = [*(s.expr for s in last), *(s.value for s in loop.steps if isinstance(s, Anchor))]
@@ -137,30 +115,18 @@ def _both(
     return Streamed(kernel, tuple(dict.fromkeys((*rows.notes, *columns.notes))))
 
 
-def _same_pairs(rows: Iterable[Loop], columns: Kernel) -> dict[Axis, Axis] | None:
+def _same_pairs(rows: Kernel, columns: Kernel) -> dict[Axis, Axis] | None:
     """For each axis of a product, or load, of pairs of rows and columns that of the same pairs in the other kernel."""
+    _, loops, _ = rows
     parallel, (theirs,), _ = columns
-    offered = dict.fromkeys(n for n in _nodes(theirs) if _is_of_pairs(n, theirs.axis))
-    for loop in rows:
-        for own in dict.fromkeys(n for n in _nodes(loop) if _is_of_pairs(n, loop.axis)):
+    offered = nodes_of_pairs(theirs, parallel)
+    for loop in loops:
+        for own in nodes_of_pairs(loop, rows[0]):
             for other in offered:
                 found = {b: a for a, b in (renaming(own, other) or {}).items()}
                 if found.get(loop.axis) in parallel and theirs.axis in found.values():
-                    return {a: b for a, b in found.items() if a != loop.axis} | {loop.axis: found[loop.axis]}
+                    return {a: b for a, b in found.items() if a != loop.axis} | {loops[0].axis: found[loop.axis]}
     return None
-
-
-def _nodes(loop: Loop) -> Iterable[Expr]:
-    return (n for s in loop.steps if isinstance(s, Accumulator) for n in walk(s.update))
-
-
-def _is_of_pairs(n: Expr, axis: Axis) -> bool:
-    """Whether a node is a product, or a load, of pairs along `axis` and others."""
-    return isinstance(n, Load | Reduce) and axis in free_axes(n) and len(free_axes(n)) > 1
-
-
-def _are_features(axes: Collection[Axis], kernel: Kernel) -> bool:
-    return {a for a in axes if a.extent > 1} <= {*roles(*kernel).features}
 
 
 def _renamed(fused: Fused, axis: Axis, other: Axis) -> Fused:
@@ -179,25 +145,18 @@ def _renamed(fused: Fused, axis: Axis, other: Axis) -> Fused:
     return Fused(tuple(outputs))
 
 
-def _folded(kernel: Kernel, place: Mapping[Axis, Expr], whole: Axis) -> list[Store] | None:
+def _folded(kernel: Kernel, place: Mapping[Axis, Axis], whole: Axis) -> list[Store] | None:
     """What a kernel stores, its axes in another's place, of one tile that has the axis of its loops whole: each
     accumulator is a reduction over that. None if a loop follows references."""
     _, loops, stores = kernel
+    mapping = {a: index(b) for a, b in place.items()}
     made: dict[Expr, Expr] = {}
     for s in (s for loop in loops for s in loop.steps):
         if isinstance(s, Anchor):
             return None
-        value = reduce(s.kind, whole, substitute(s.update, place, made), s.dtype)
-        made |= dict.fromkeys(_references(s.name, kernel), value)
-    return [replace(s, expr=substitute(s.expr, place, made)) for s in stores]
-
-
-def _references(name: str, kernel: Kernel) -> Iterable[Expr]:
-    """The nodes that stand for an accumulator."""
-    _, loops, stores = kernel
-    nodes = (n for e in (*(s.expr for s in stores),) for n in walk(e))
-    every = (*nodes, *(n for loop in loops for n in _nodes(loop)))
-    return {n for n in every if isinstance(n, Ref) and n.name == name}
+        value = reduce(s.kind, whole, substitute(s.update, mapping, made), s.dtype)
+        made |= dict.fromkeys(references(s.name, kernel), value)
+    return [as_parallel(s, place, mapping, made) for s in stores]
 
 
 def _without_loads(step: Accumulator | Anchor, stores: Mapping[str, Store], compute: str) -> Accumulator | Anchor:

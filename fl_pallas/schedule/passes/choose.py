@@ -221,7 +221,8 @@ def _fitting(
         if kinds.column is not None:
             tiles[kinds.column] = min(column, max(MIN_TILE, power_of_two(kinds.column.extent)))
         for loop in loops:
-            tiles[loop.axis] = min(column, max(MIN_TILE, power_of_two(loop.axis.extent)))
+            along = min(column, max(MIN_TILE, power_of_two(loop.axis.extent)))
+            tiles[loop.axis] = 1 if kinds.one_by_one else along
         for a in scanned & tiles.keys():
             tiles[a] = max(tiles[a], min(BLOCK, power_of_two(a.extent)))
         choices = Choices(tuple(tiles.items()), warps, stages)

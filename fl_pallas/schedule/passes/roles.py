@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Load, Op, Reduce, Ref, free_axes, index, loads, reductions, walk
 from ..inner import factors, power_of_two
-from ..plan import Accumulator, Loop, Store, step_expressions
+from ..plan import Accumulator, Loop, Store, reduced_over, step_expressions
 from ..remember import remembered
 from ..scan import scanned_axes
 
@@ -28,12 +29,14 @@ class Roles:
       row: the axis that is tiled, because what the loop loads does not depend on it; None if none is.
       batch: taken one index at a time.
       column: the other side of a product with the row, where no loop runs over it; None if there is none.
+      one_by_one: whether loops take one index at a time, beside what a tile has whole.
     """
 
     features: tuple[Axis, ...]
     row: Axis | None
     batch: tuple[Axis, ...]
     column: Axis | None = None
+    one_by_one: bool = False
 
 
 @remembered
@@ -48,7 +51,9 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
         row = max(others, key=lambda a: (a.extent, axes.index(a)), default=None)
         return Roles((), row, tuple(a for a in others if a != row), column)
     updates = [s.update for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
-    bodies = updates or [s.expr for s in stores]
+    whole = reduced_over(axes, loops, stores)
+    # Sums over what a tile has whole are as those of the loop.
+    bodies = [e.body if isinstance(e, Reduce) and e.axis in whole else e for e in updates] or [s.expr for s in stores]
     heavy = [n for e in bodies for n in walk(e) if isinstance(n, Reduce) or isinstance(n, Op) and n.name in HEAVY]
     # What is made of one tensor, element by element, is a side of a product: as a gate that goes to its features.
     costly = set().union(*map(free_axes, [n for n in heavy if not _is_of_one(n)] or heavy))
@@ -59,7 +64,8 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
         last = {s.axes[-1] for s in stores if s.axes and s.axes[-1].extent <= MAX_FEATURES}
         plain = not any(isinstance(n, Reduce) for e in bodies for n in walk(e))
         costly -= {a for a in last if plain or all(_runs_along(n, a, costly) for e in bodies for n in loads(e))}
-    features = [a for a in axes if a not in costly]
+    beside = _beside(whole, loops)
+    features = [a for a in axes if a not in costly or a in beside]
     for store in stores:
         own = [a for a in store.axes if a in features]
         while len(own) > 1 and math.prod(power_of_two(a.extent) for a in own) > MAX_FEATURES:
@@ -90,7 +96,23 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
         few = math.prod(a.extent for a in rest) < MANY_ROWS
         row = None if few or any(isinstance(n, Reduce) for e in bodies for n in walk(e)) else _innermost(found, rest)
     column = None if loops else _other_side(row, rest, stores)
-    return Roles(tuple(features), row, tuple(a for a in rest if a not in (row, column)), column)
+    return Roles(tuple(features), row, tuple(a for a in rest if a not in (row, column)), column, bool(beside))
+
+
+def _beside(whole: Collection[Axis], loops: tuple[Loop, ...]) -> set[Axis]:
+    """Those of the axes that a tile has whole which, with that of a loop, are one side of its products: the two
+    dimensions of an image's keys."""
+    found: set[Axis] = set()
+    for loop in loops if whole else ():
+        sums = (n for s in loop.steps if isinstance(s, Accumulator) for n in reductions(s.update) if n.kind == "sum")
+        for r in sums:
+            sides = [free_axes(f) for f in factors(r.body) if r.axis in free_axes(f)]
+            for a in whole:
+                both = [s for s in sides if {a, loop.axis} <= s]
+                rest = [s for s in sides if s not in both]
+                if a != r.axis and both and rest and not any({a, loop.axis} & s for s in rest):
+                    found.add(a)
+    return found
 
 
 def is_of_rows(loop: Loop, kinds: Roles) -> bool:

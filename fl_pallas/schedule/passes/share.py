@@ -25,8 +25,8 @@ from .stream import parallel_axes, stream
 # (row, column, warps) of the kernel that stores, best first.
 TILES = ((64, 64, 4), (64, 128, 8), (32, 64, 4), (32, 32, 4), (16, 32, 4))
 
-# Axes of what is lent, at most.
-MAX_RENAMED = 5
+# Ways of naming axes that are tried.
+MAX_RENAMINGS = 120
 
 
 def share(
@@ -131,17 +131,16 @@ def _multiplies(e: Expr, tiled: frozenset[Axis]) -> bool:
 
 def renaming(e: Expr, other: Expr) -> dict[Axis, Axis] | None:
     """The axis of `e` for each of `other` with which they are the same; None if there are none."""
-    own, theirs = list(free_axes(e)), list(free_axes(other))
-    if (
-        not sources(other) <= sources(e)
-        or sorted(a.extent for a in own) != sorted(a.extent for a in theirs)
-        or len(own) > MAX_RENAMED
-    ):
+    own, theirs = (sorted(free_axes(n), key=lambda a: (a.extent, a.name)) for n in (e, other))
+    if not sources(other) <= sources(e) or [a.extent for a in own] != [a.extent for a in theirs]:
         return None
-    for pick in itertools.permutations(theirs):
-        if all(a.extent == b.extent for a, b in zip(own, pick, strict=True)):
-            if substitute(e, {a: index(b) for a, b in zip(own, pick, strict=True)}) is other:
-                return dict(zip(pick, own, strict=True))
+    alike = [[*group] for _, group in itertools.groupby(theirs, key=lambda a: a.extent)]
+    if math.prod(math.factorial(len(group)) for group in alike) > MAX_RENAMINGS:
+        return None
+    for picks in itertools.product(*map(itertools.permutations, alike)):
+        pick = [*itertools.chain.from_iterable(picks)]
+        if substitute(e, {a: index(b) for a, b in zip(own, pick, strict=True)}) is other:
+            return dict(zip(pick, own, strict=True))
     return None
 
 

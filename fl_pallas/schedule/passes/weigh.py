@@ -20,7 +20,7 @@ from ..inner import (
     is_sequential,
 )
 from ..integer import linear
-from ..plan import Accumulator, Choices, KernelPlan, bounds_of, evaluated_in
+from ..plan import Accumulator, Choices, KernelPlan, bounds_of, evaluated_in, held_whole
 from ..remember import remembered
 from ..target import Target
 from .lay_out import touched_by
@@ -95,7 +95,7 @@ def _cycles(plan: KernelPlan, target: Target, once: bool) -> float:
             elif isinstance(n, Op) and is_float(n.dtype):
                 work += count / (POWERS if n.name in COSTLY else ISSUED)
     # Features are a side of matrix products; where there are none, they are elements as others are.
-    apart = plan.features if multiplies else ()
+    apart = {*plan.features} - held_whole(plan) if multiplies else ()
     rows = [n for a, n in tiles.items() if n > 1 and a in plan.grid and a not in apart]
     columns = [tiles.get(loop.axis, 1) for loop in plan.loops]
     share = math.prod(rows) * max(columns, default=1) / plan.choices.warps / BUSY
