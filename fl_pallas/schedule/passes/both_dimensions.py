@@ -20,7 +20,7 @@ def both_dimensions(each: Streamed, whole: Streamed, compute: str) -> Streamed |
 
     Args:
       each: of one loop, at whose steps it stores what is reduced over an axis that a tile has whole.
-      whole: of one loop, along both.
+      whole: of one loop, along both, in which it stores nothing.
     """
     (parallel, loops, stores), (own, longer, last) = each.kernel, whole.kernel
     if len(loops) != 1 or len(longer) != 1 or not stored_in(loops[0], stores):
@@ -28,7 +28,7 @@ def both_dimensions(each: Streamed, whole: Streamed, compute: str) -> Streamed |
     (loop,), (long,) = loops, longer
     held = reduced_over(parallel, loops, stores)
     sums = [s for s in long.steps if isinstance(s, Accumulator) and s.correct is None]
-    if len(held) != 1 or len(sums) != len(long.steps):
+    if len(held) != 1 or len(sums) != len(long.steps) or stored_in(long, last):
         return None
     (inner,) = held
     if inner.extent * loop.axis.extent != long.axis.extent:
