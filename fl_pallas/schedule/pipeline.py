@@ -234,10 +234,11 @@ def _made(
     if not all(r.fused for r in between):
         # What is a result is stored in any case (an embedding's gradient, which PyTorch adds up without a matrix).
         return _Made(parts, (), tuple(r for r in between if r.value.name not in region.outputs), {})
-    shapes = shapes | {o.name: o.shape for part in parts for o in part.outputs}
+    shapes = {**shapes}
     aligned = [tuple(map(align, part_outputs(part, compute))) for part in parts]
     kernels: list[Streamed | KernelPlan] = []
     for apart in lend(aligned, f"{name}_w", compute, shapes):
+        shapes |= {o.name: o.shape for group in apart for o in group.outputs}
         held: dict[Expr, Expr] = {}
         if shared := share(apart, f"{name}_s{len(kernels)}", compute, shapes):
             storing, held = shared

@@ -83,7 +83,7 @@ def _left_large(program: Program, regions: Sequence[Region]) -> Iterator[Rejecte
             yield Rejected(v, v, "it is no part of what a kernel computes", v.numel * itemsize(v.dtype))
         elif region is None and is_int(v.dtype) and v.expr is not None and reductions(v.expr):
             yield Rejected(v, v, "a product of integers that floats may not hold", v.numel * itemsize(v.dtype))
-        elif v.expr is None and v.reads and v.numel > BLOWN_UP * limit:
+        elif v.expr is None and v.numel > BLOWN_UP * limit and any(program.by_name[r].numel for r in v.reads):
             yield Rejected(v, v, v.why or "no rule says what it computes", v.numel * itemsize(v.dtype))
 
 
