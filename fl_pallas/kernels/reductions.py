@@ -73,7 +73,7 @@ def reduce_tile(ctx: Context, kind: str, body: Expr, axis: Axis, dtype: str, kee
     keep_nan: whether max and min must give NaN where they meet one, as PyTorch's do; the Triton
     lowering's do not by themselves.
     """
-    if kind == "sum" and is_float(body.dtype):
+    if kind == "sum" and is_float(body.dtype) and ctx.side(axis) > 1:
         wide = ctx.wide(free_axes(body))
         product = as_product(body, axis, wide)
         if product is not None:

@@ -107,7 +107,9 @@ def _joined(a: Laid, b: Laid, given: Callable[[int, int], bool], units: bool) ->
             numbers[key] = size(len(numbers), unit if unit >= 8 else 1, max(x, y))
         return numbers[key]
 
-    wider = max(a.plan, b.plan, key=lambda p: math.prod(n for _, n in p.choices.tiles))
+    # The one with the wider tiles says what they are, and what axes are called.
+    if _width(b.plan) > _width(a.plan):
+        a, b = b, a
     made = _Walk(a, b, join).laid()
     own = {axis.name: axis for axis in (*made.plan.grid, *(loop.axis for loop in made.plan.loops))}
     plain = replace(made.plan, loops=tuple(replace(loop, **_UNBOUNDED) for loop in made.plan.loops))
@@ -119,9 +121,9 @@ def _joined(a: Laid, b: Laid, given: Callable[[int, int], bool], units: bool) ->
         return replace(choices, tiles=tuple((own[axis.name], n) for axis, n in choices.tiles))
 
     rows = [axis for axis in made.plan.grid if axis.size is not None]
-    others = tuple(c for c in map(over, wider.others) if all((c.tile(axis) or 1) <= ROWS for axis in rows))
-    guessed = (replace(x, guesses=y.guesses) for x, y in zip(made.plan.loops, wider.loops, strict=True))
-    plan = replace(made.plan, loops=tuple(guessed), choices=over(wider.choices), others=others, notes=())
+    others = tuple(c for c in map(over, a.plan.others) if all((c.tile(axis) or 1) <= ROWS for axis in rows))
+    guessed = (replace(x, guesses=y.guesses) for x, y in zip(made.plan.loops, a.plan.loops, strict=True))
+    plan = replace(made.plan, loops=tuple(guessed), choices=over(a.plan.choices), others=others, notes=())
     return replace(made, plan=plan, sizes=len(numbers))
 
 
@@ -147,8 +149,18 @@ def sizes_of(general: Laid, own: Laid) -> tuple[int, ...]:
 
 def programs_of(general: Laid, own: Laid) -> int:
     """How many programs of `general` do what `own` does."""
-    sides = {axis.name: n for axis, n in general.plan.choices.tiles}
-    return math.prod(-(-axis.extent // sides.get(axis.name, 1)) for axis in own.plan.grid)
+    axes = zip(own.plan.grid, general.plan.grid, strict=True)
+    return math.prod(-(-axis.extent // (general.plan.choices.tile(same) or 1)) for axis, same in axes)
+
+
+def _width(plan: KernelPlan) -> tuple[list[int], int]:
+    return _whole_sides(plan), math.prod(n for _, n in plan.choices.tiles)
+
+
+def _whole_sides(plan: KernelPlan) -> list[int]:
+    """The narrowest tile along each axis that tiles have whole for reductions over it."""
+    every, held = (plan.choices, *plan.others), held_whole(plan)
+    return [min(c.tile(axis) or 1 for c in every) for axis in plan.grid if axis in held]
 
 
 def _axes(x: Any) -> set[Axis]:
@@ -182,8 +194,7 @@ class _Walk:
         # What a tile has whole, for reductions over it, has room in that, and is named by its extent.
         whole = [[axis for axis in x.plan.grid if axis in held_whole(x.plan)] for x in (a, b)]
         self.bound.update((x.name, y.name) for x, y in zip(*whole, strict=False))
-        every = (a.plan.choices, *a.plan.others)
-        self.room = {x.name: min(c.tile(x) or 1 for c in every) for x in whole[0]}
+        self.room = dict(zip((x.name for x in whole[0]), _whole_sides(a.plan), strict=False))
         self.places = [{n: k for k, n in enumerate(operand_names(x.plan))} for x in (a, b)]
 
     def laid(self) -> Laid:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import fl_pallas as fl
 from fl_pallas.kernels.fit import SPILL
-from fl_pallas.kernels.sizes import Laid, generalise, laid
+from fl_pallas.kernels.sizes import Laid, generalise, laid, programs_of
 from fl_pallas.kernels.tile import seen
-from fl_pallas.kernels.triton import TensorSpec, contiguous
+from fl_pallas.kernels.triton import TensorSpec, contiguous, grid_size
 from fl_pallas.schedule.plan import KernelPlan, held_whole, operand_names
 from tests.kernels import test_sizes
 from tests.kernels.test_cubins import compiled, kernels_made
@@ -115,10 +115,10 @@ def test_compiles_without_spills(shape: tuple[int, int, int]) -> None:
     assert cubin.stack <= SPILL and "wgmma" in cubin.asm["ptx"]
 
 
-def backward(keys: int) -> Laid:
-    """The kernel of the gradients of 200 queries and so many keys."""
+def backward(queries: int, keys: int) -> Laid:
+    """The kernel of the gradients of so many queries and keys."""
     torch.compiler.reset()  # or a graph of several lengths is captured
-    inputs = made(200, keys, 32, torch.device("cpu"), torch.bfloat16)
+    inputs = made(queries, keys, 32, torch.device("cpu"), torch.bfloat16)
     explanation = explain(plain, *inputs)
     known: dict[str, tuple[tuple[int, ...], str]] = {}
     for graph in explanation.graphs:
@@ -129,16 +129,27 @@ def backward(keys: int) -> Laid:
     return laid(plan, tuple(contiguous(*known[n]) for n in operand_names(plan)))
 
 
-def test_one_kernel_for_all_numbers_of_keys_that_a_tile_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("first", "second", "others"),
+    [((200, 70), (200, 110), ((200, 40), (200, 90))), ((50, 50), (110, 110), ((60, 60), (100, 100)))],
+    ids=["keys", "tokens"],
+)
+def test_one_kernel_for_all_sizes_that_a_tile_holds(
+    first: tuple[int, int],
+    second: tuple[int, int],
+    others: Sequence[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def positive(specs: Sequence[TensorSpec]) -> list[jax.Array]:
         """Numbers that may be sums of exponentials."""
         random = np.random.default_rng(0)
         return [jnp.asarray(random.uniform(0.5, 1.5, math.prod(map(seen, s.shape))), s.stored) for s in specs]
 
     monkeypatch.setattr(test_sizes, "data", positive)
-    many = generalise(backward(70), backward(110))
-    for keys in (40, 70, 90):
-        own = backward(keys)
+    many = generalise(backward(*first), backward(*second))
+    for sizes in others:
+        own = backward(*sizes)
+        assert programs_of(many, own) == grid_size(own.plan)
         for got, want in zip(test_sizes.by(many, own), test_sizes.alone(own), strict=True):
             assert np.isfinite(want.astype(np.float32)).all()
             np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=2**-7)

@@ -74,7 +74,10 @@ def turned_behind_the_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_are_turned_from_some_on(dtype: torch.dtype, device: torch.device) -> None:
-    """One loop over them, of which nothing is known twice: two kernels in the backward pass."""
+    """One loop over them, of which nothing is known twice: two kernels in the backward pass, one of 16 bits."""
     inputs = [torch.randn(2, 2, KEYS, 16).to(device, dtype).requires_grad_() for _ in range(3)]
-    assert [len(g.kernels) for g in explain(turned_behind_the_first, *inputs).graphs] == [1, 2]
+    assert [len(g.kernels) for g in explain(turned_behind_the_first, *inputs).graphs] == [
+        1,
+        2 if dtype == torch.float32 else 1,
+    ]
     check_gradients(turned_behind_the_first, fl.compile(turned_behind_the_first), inputs)

@@ -17,7 +17,7 @@ from ...errors import Unsupported
 from ..build import op, reduce, rewrite, substitute
 from ..dtype import itemsize
 from ..expr import Axis, Expr, Load, index, ref_names, sources
-from ..plan import Accumulator, Anchor, KernelPlan, Store
+from ..plan import Accumulator, Anchor, KernelPlan, Store, stored_in
 from ..target import Target
 from .both_dimensions import both_dimensions
 from .fuse import Fused
@@ -86,6 +86,8 @@ def _both(
     (own, repeated, stores), (parallel, loops, _) = rows.kernel, columns.kernel
     lengths = {loop.axis.extent for loop in repeated}
     if columns.part is None or len(loops) != 1 or len(lengths) != 1 or max(lengths) > MOST or reads(rows, columns):
+        return None
+    if any(stored_in(loop, stores) for loop in repeated):
         return None
     place = _same_pairs(rows.kernel, columns.kernel)
     if place is None or any(s.dims and s.name in operands(columns) for s in stores):

@@ -100,19 +100,24 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
 
 
 def _beside(whole: Collection[Axis], loops: tuple[Loop, ...]) -> set[Axis]:
-    """Those of the axes that a tile has whole which, with that of a loop, are one side of its products: the two
-    dimensions of an image's keys."""
+    """Those of the axes that a tile has whole which, with that of a loop, are one side of its products, of what is
+    loaded, and in none are on the other side of it: the two dimensions of an image's keys."""
     found: set[Axis] = set()
     for loop in loops if whole else ():
-        sums = (n for s in loop.steps if isinstance(s, Accumulator) for n in reductions(s.update) if n.kind == "sum")
-        for r in sums:
-            sides = [free_axes(f) for f in factors(r.body) if r.axis in free_axes(f)]
-            for a in whole:
-                both = [s for s in sides if {a, loop.axis} <= s]
-                rest = [s for s in sides if s not in both]
-                if a != r.axis and both and rest and not any({a, loop.axis} & s for s in rest):
-                    found.add(a)
+        sums = {n for s in loop.steps if isinstance(s, Accumulator) for n in reductions(s.update) if n.kind == "sum"}
+        products = [(r.axis, [f for f in factors(r.body) if r.axis in free_axes(f)]) for r in sums]
+        for a in whole:
+            both = {a, loop.axis}
+            own = [sides for axis, sides in products if axis != a and any(free_axes(f) & both for f in sides)]
+            if own and all(_is_one_side(sides, both) for sides in own):
+                found.add(a)
     return found
+
+
+def _is_one_side(sides: list[Expr], axes: set[Axis]) -> bool:
+    """Whether one factor of a product, a load, has both axes, and the others neither."""
+    having = [f for f in sides if free_axes(f) & axes]
+    return len(having) == 1 < len(sides) and isinstance(having[0], Load) and axes <= free_axes(having[0])
 
 
 def is_of_rows(loop: Loop, kinds: Roles) -> bool:
