@@ -107,6 +107,17 @@ def test_what_takes_too_many_registers_stays_apart(keys: int, dtype: torch.dtype
     assert len(backward.kernels) > 1 and not joined(backward.kernels)
 
 
+def test_mixed_heads_stay_apart() -> None:
+    """All heads' scores are made one after another; for both sides at once Triton has no end of them to compile."""
+
+    def talking(q: Tensor, k: Tensor, v: Tensor, mix: Tensor) -> Tensor:
+        return torch.einsum("bhij,hg->bgij", q @ k.mT * 0.2, mix).softmax(-1) @ v
+
+    inputs = [torch.randn(s, dtype=torch.bfloat16).requires_grad_() for s in (*[(2, 4, 96, 32)] * 3, (4, 4))]
+    _, backward = explain(talking, *inputs).graphs
+    assert not joined(backward.kernels)
+
+
 @pytest.mark.parametrize("shape", [(50, 50, 64), (300, 128, 64), (128, 128, 128)])
 def test_compiles_without_spills(shape: tuple[int, int, int]) -> None:
     kernels = kernels_made(plain, made(*shape, torch.device("cpu"), torch.bfloat16))

@@ -113,10 +113,12 @@ def _made(
     return sequential, tuple(free_axes(n) for n in products if loop.axis in free_axes(n))
 
 
-def products_in(loop: Loop, stores: tuple[Store, ...], tiled: frozenset[Axis]) -> int:
-    """How many products of matrices an iteration of a loop makes, with those that it stores."""
+def products_in(loop: Loop, stores: tuple[Store, ...], tiled: frozenset[Axis]) -> float:
+    """How many products of matrices an iteration of a loop makes, with those that it stores; no end of them, where sums
+    go through them one by one (heads that are mixed)."""
+    sequential, made = _made(loop, stores, tiled)
     updates = [s.update for s in loop.steps if isinstance(s, Accumulator)]
-    return len(_made(loop, stores, tiled)[1]) + sum(is_product_of_loop(e, loop.axis, tiled) for e in updates)
+    return math.inf if sequential else len(made) + sum(is_product_of_loop(e, loop.axis, tiled) for e in updates)
 
 
 # Operations that take a dozen instructions, and registers for them.
