@@ -55,20 +55,21 @@ def _nodes(loop: Loop) -> Iterable[Expr]:
 
 
 def are_features(axes: Collection[Axis], kernel: Kernel) -> bool:
+    """Whether a program of a kernel has all of these axes."""
     return {a for a in axes if a.extent > 1} <= {*roles(*kernel).features}
 
 
-def references(name: str, kernel: Kernel) -> Iterable[Expr]:
+def references(name: str, kernel: Kernel) -> set[Expr]:
     """The nodes that stand for an accumulator."""
     _, loops, stores = kernel
-    nodes = (n for e in (*(s.expr for s in stores),) for n in walk(e))
-    every = (*nodes, *(n for loop in loops for n in _nodes(loop)))
-    return {n for n in every if isinstance(n, Ref) and n.name == name}
+    nodes = [n for loop in loops for n in _nodes(loop)] + [n for s in stores for n in walk(s.expr)]
+    return {n for n in nodes if isinstance(n, Ref) and n.name == name}
 
 
 def as_parallel(
     s: Store, place: Mapping[Axis, Axis], mapping: Mapping[Axis, Expr], known: Mapping[Expr, Expr]
 ) -> Store:
-    """A store over other axes, nodes replaced by what they are there."""
+    """A store over other axes: each of its own is another there (`place`), its index an expression (`mapping`), and
+    nodes are replaced (`known`)."""
     dims = tuple((substitute(i, mapping), n) for i, n in s.dims)
     return replace(s, axes=tuple(place[a] for a in s.axes), expr=substitute(s.expr, mapping, known), dims=dims)
