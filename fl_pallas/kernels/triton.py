@@ -32,6 +32,7 @@ from ..schedule.plan import (
     held_whole,
     is_by_thread,
     operand_names,
+    stored_last,
 )
 from ..schedule.scan import RUNNING
 from .blocks import Blocks
@@ -190,7 +191,7 @@ class _Program:
 
     def run(self) -> None:
         outer, loops = self._enter_grid(), self.plan.loops
-        stores = [s for s in self.plan.stores if not any(loop.axis in s.axes for loop in loops)]
+        stores = stored_last(loops, self.plan.stores)
         # What no loop has a part in leaves registers before they begin; all of it is loaded before any is stored, for
         # what is loaded for two reasons is loaded once then.
         first = [(s, self._value(s)) for s in stores if not ref_names(s.expr)]

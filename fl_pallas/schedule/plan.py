@@ -206,6 +206,12 @@ def stored_in(loop: Loop, stores: Iterable[Store]) -> tuple[Store, ...]:
     return tuple(s for s in stores if loop.axis in s.axes)
 
 
+def stored_last(loops: Iterable[Loop], stores: Iterable[Store]) -> tuple[Store, ...]:
+    """Those of the stores that no loop makes."""
+    inside = {loop.axis for loop in loops}
+    return tuple(s for s in stores if inside.isdisjoint(s.axes))
+
+
 def evaluated_in(loop: Loop, stores: Iterable[Store]) -> list[Expr]:
     """What a loop adds to accumulators, and what it stores, at each of its tiles."""
     updates = [s.update for s in loop.steps if isinstance(s, Accumulator)]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from .expr import Axis, Const, Expr, Index, Load, Op, Reduce, Ref, Size, children, free_axes, walk
-from .plan import FLOOR, Anchor, KernelPlan, Step, Store, bounds_of, stored_in
+from .plan import FLOOR, Anchor, KernelPlan, Step, Store, bounds_of, stored_in, stored_last
 from .program import Program, Value
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def plan_text(plan: KernelPlan) -> str:
         lines += _steps_text(loop.steps, stored_in(loop, plan.stores))
         guesses = loop.guesses if plan.choices.guesses else ()
         lines += [f"    # about {g.maximum} of the first keys; again unless {g.total} stays in range" for g in guesses]
-    last = [s for s in plan.stores if not any(loop.axis in s.axes for loop in plan.loops)]
+    last = stored_last(plan.loops, plan.stores)
     names = shared(s.expr for s in last)
     lines += _shared_text(names, "  ")
     lines += [f"  {_store_text(s, names)}" for s in last]

@@ -18,7 +18,7 @@ from ..inner import (
     is_product_of_loop,
     is_sequential,
 )
-from ..plan import Accumulator, Anchor, Choices, Loop, Store, evaluated_in, stored_in
+from ..plan import Accumulator, Anchor, Choices, Loop, Store, evaluated_in, stored_in, stored_last
 from ..remember import remembered
 from ..scan import RUNNING
 from ..target import Target
@@ -49,7 +49,7 @@ def _registers(
     body = max((_live(loop, stores, tiles, tiled, features) for loop in loops), default=0)
     if len(loops) == 1:
         body = max(body, _products(loops[0], stores, tiles, tiled))
-    stores = tuple(s for s in stores if not any(loop.axis in s.axes for loop in loops))
+    stores = stored_last(loops, stores)
     final = max((largest_tile(s.expr, tiles, tiled) for s in stores), default=0)
     if loops:
         final = max(final, held + max((_loaded_last(s.expr, tiles, features) for s in stores), default=0))

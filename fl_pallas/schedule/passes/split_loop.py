@@ -11,7 +11,19 @@ from dataclasses import replace
 
 from ..expr import Axis, Expr, Ref, free_axes, index, load, loads, reductions, ref
 from ..inner import as_product, is_sequential, power_of_two
-from ..plan import Accumulator, Anchor, Choices, KernelPlan, Loop, Step, Store, bounds_of, is_by_thread, stored_in
+from ..plan import (
+    Accumulator,
+    Anchor,
+    Choices,
+    KernelPlan,
+    Loop,
+    Step,
+    Store,
+    bounds_of,
+    is_by_thread,
+    stored_in,
+    stored_last,
+)
 from ..target import Target
 from .merge_partials import held_type, part_of
 
@@ -134,8 +146,7 @@ def _merging(plan: KernelPlan, name: str, loop: Loop, axis: Axis, names: dict[st
     kept = [a for a in plan.grid if any(a in s.axes for s in loop.steps)]
     along = plan.features if kept[-1:] and kept[-1] in plan.features else kept[-1:]
     # What is chosen among accumulators, by their last index, is stored side by side.
-    inside = stored_in(loop, plan.stores)
-    stores = tuple(s for s in plan.stores if s not in inside)
+    stores = stored_last(plan.loops, plan.stores)
     grid = tuple(a for a in plan.grid if any(a in s.axes for s in (*loop.steps, *stores)))
     chosen = [a for a in plan.features if a not in kept]
     tiles = {a: plan.choices.tile(a) or 1 if a in (*along, *chosen) else 1 for a in grid}
