@@ -191,6 +191,12 @@ def log2_by_parts(x: Array) -> Array:
     return jnp.where(part == 0.5, (exponent - 1).astype(x.dtype), _close_to_log2(x))
 
 
+def _joined(whole: Array, *rest: Array) -> Array:
+    """What a number of float32 is the parts of; those of infinities, behind the first, are NaN."""
+    small = sum(rest[1:], rest[0])
+    return whole + jnp.where(jnp.abs(small) < jnp.inf, small, jnp.zeros_like(small))
+
+
 POINTWISE: dict[str, Callable[..., Array]] = {
     "add": lax.add,
     "sub": _sub,
@@ -243,5 +249,6 @@ POINTWISE: dict[str, Callable[..., Array]] = {
     "shl": lax.shift_left,
     "shr": lax.shift_right_arithmetic,
     "select": lambda c, a, b: lax.select(c, a, b),
+    "joined": _joined,
     "uniform": _uniform,
 }

@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from ..schedule.dtype import is_float
 from ..schedule.expr import Axis, Expr, Load, free_axes, ref_names
-from ..schedule.inner import ROWS, Product, Sheared, multiplied_in, within_sides
+from ..schedule.inner import ROWS, Product, Sheared, multiplied_in, parts_of, within_sides
 from .loads import load
 from .native import gather
 from .tile import JNP, Context, Tile, transposed
@@ -32,15 +32,21 @@ class Side:
       factors: which it is the product of.
       axis: what the product sums over.
       dtype: in which it is multiplied.
+      part: which of its parts this is; None if it is multiplied whole.
     """
 
     factors: tuple[Expr, ...]
     axis: Axis
     dtype: str
+    part: int | None = None
 
 
 def matmul(ctx: Context, p: Product, axis: Axis, dtype: str) -> Tile:
     """A sum of products as a matrix product of 2-D tiles."""
+    sides = sides_of(ranged(ctx, p, dtype), axis, dtype)
+    if "parts" in (s.dtype for s in sides):
+        left, right = ([side_tile(ctx, part) for part in parts_of_side(ctx, s)] for s in sides)
+        return _scaled(ctx, _by_parts(ctx, left, right, axis), p.scale)
     left, right, scale = _sides(ctx, p, axis, dtype)
     whole = _product(ctx, left, right, axis)
     for n, factors in enumerate((p.left, p.right)):
@@ -51,24 +57,45 @@ def matmul(ctx: Context, p: Product, axis: Axis, dtype: str) -> Tile:
     return _scaled(ctx, whole, scale)
 
 
-def _by_parts(ctx: Context, left: Tile, right: Tile, axis: Axis) -> Tile:
-    """A product of float32 by bfloat16: the one is the sum of parts, which the matrix unit takes beside the other at
-    twice the rate of products in TF32, and as exact.
+def _by_parts(ctx: Context, left: Sequence[Tile], right: Sequence[Tile], axis: Axis) -> Tile:
+    """A product of sums of numbers of 16 bits, which the matrix unit takes at twice the rate of those in TF32; products
+    that are below the last bit of the whole are left out.
     """
-    wide = left if left.array.dtype == jnp.float32 else right
-    rest, sums = wide.array, []
-    for _ in range(PARTS if ctx.precision in EXACT else FEW):
-        part = lax.reduce_precision(rest, 8, 7) if ctx.interpret else rest.astype(jnp.bfloat16).astype(jnp.float32)
-        rest = rest - part
-        own = Tile(part.astype(jnp.bfloat16), wide.axes)
-        sums.append(_product(ctx, *((own, right) if wide is left else (left, own)), axis))
-    whole, *others = sums
-    small = others[0].array
-    for t in others[1:]:
+    count = _count(ctx)
+    pairs = [(m, n) for m in range(len(left)) for n in range(len(right)) if m + n < count]
+    smallest_first = sorted(pairs, key=sum, reverse=True)
+    *rest, whole = (_product(ctx, left[m], right[n], axis) for m, n in smallest_first)
+    small = rest[0].array
+    for t in rest[1:]:
         small = small + t.array
     # The first product knows what becomes of infinities, and of NaN; parts of them, or zeros beside them, make others.
     array = whole.array + jnp.where(jnp.abs(small) < jnp.inf, small, jnp.zeros_like(small))
     return Tile(array, whole.axes)
+
+
+def _count(ctx: Context) -> int:
+    """How many parts make what PyTorch multiplies float32 as."""
+    return PARTS if ctx.precision in EXACT else FEW
+
+
+def _parts(ctx: Context, t: Tile) -> list[Tile]:
+    """The numbers of bfloat16 that float32 is the sum of, the largest first."""
+    rest, parts = t.array, list[Tile]()
+    for _ in range(_count(ctx)):
+        part = lax.reduce_precision(rest, 8, 7) if ctx.interpret else rest.astype(jnp.bfloat16).astype(jnp.float32)
+        rest = rest - part
+        parts.append(Tile(part.astype(jnp.bfloat16), t.axes))
+    return parts
+
+
+def parts_of_side(ctx: Context, s: Side) -> tuple[Side, ...]:
+    """A side by its parts, where it is multiplied so."""
+    if s.dtype != "parts":
+        return (s,)
+    count = _count(ctx)
+    if loaded := parts_of(s.factors[0]) if len(s.factors) == 1 else ():
+        return tuple(Side((part,), s.axis, "bf16") for part in loaded[:count])
+    return tuple(replace(s, part=n) for n in range(count))
 
 
 def _is_of_several(ctx: Context, factors: Sequence[Expr], axis: Axis) -> bool:
@@ -199,6 +226,8 @@ def side_tile(ctx: Context, s: Side) -> Tile:
     given = next((scope.memo[s] for scope in reversed(ctx.scopes) if s in scope.memo), None)
     if given is not None:
         return given
+    if s.part is not None:
+        return _parts(ctx, side_tile(ctx, replace(s, part=None)))[s.part]
     side, axis, dtype = s.factors, s.axis, s.dtype
     narrow = JNP[dtype] if dtype in ("bf16", "f16") else JNP[ctx.compute]
     if len(side) == 1 and isinstance(side[0], Load) and is_float(side[0].dtype):
@@ -218,7 +247,8 @@ def side_tile(ctx: Context, s: Side) -> Tile:
 def _product(ctx: Context, left: Tile, right: Tile, axis: Axis) -> Tile:
     """left · right, summed over `axis`."""
     if left.array.dtype != right.array.dtype:
-        return _by_parts(ctx, left, right, axis)
+        sides = ([t] if t.array.dtype == jnp.bfloat16 else _parts(ctx, t) for t in (left, right))
+        return _by_parts(ctx, *sides, axis)
     ctx.products += 1
     rows = tuple(a for a in left.axes if a != axis)
     columns = tuple(a for a in right.axes if a != axis)

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from ..schedule.dtype import is_float
 from ..schedule.expr import Const, Expr, Index, Load, Op, Reduce, children, free_axes, loads, reductions
-from ..schedule.inner import Product, as_product, as_sheared, is_sequential
+from ..schedule.inner import Product, as_product, as_sheared, is_sequential, parts_of
 from .loads import load
-from .products import Side, ranged, sides_of
+from .products import Side, parts_of_side, ranged, sides_of
 from .tile import Context, Scope
 
 
@@ -20,7 +20,7 @@ def hoist(ctx: Context, exprs: Iterable[Expr], loop: Scope) -> None:
         if e in done or isinstance(e, (Const, Index)):
             return
         done.add(e)
-        if not loop.binds(e):
+        if not loop.binds(e) and not parts_of(e):
             if isinstance(e, Load):
                 load(ctx, e)
             elif not _is_address(e):
@@ -44,7 +44,8 @@ def steady_sides(ctx: Context, exprs: Iterable[Expr]) -> list[Side]:
     found: dict[Side, None] = {}
     for r in dict.fromkeys(n for e in exprs for n in reductions(e)):
         p = _matrix_product(ctx, r)
-        for side in sides_of(p, r.axis, r.dtype) if p is not None else ():
+        sides = sides_of(p, r.axis, r.dtype) if p is not None else ()
+        for side in (part for s in sides for part in parts_of_side(ctx, s)):
             raw = len(side.factors) == 1 and isinstance(n := side.factors[0], Load) and n.dtype == side.dtype
             if not raw and not any(map(here.binds, side.factors)):
                 found[side] = None

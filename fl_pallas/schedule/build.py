@@ -54,10 +54,10 @@ def op(name: str, *args: Expr, dtype: str) -> Expr:
     Args:
       name: add sub mul div quotient neg abs max min pow exp exp2 expm1 log log2 log1p sqrt rsqrt sin cos tan asin
         acos atan atan2 tanh sigmoid erf rounded floor ceil round trunc sign floordiv mod isnan isinf lt le gt ge eq
-        ne and or xor not shl shr select cast uniform. `and`/`or`/`xor`/`not` are bitwise on integers.
+        ne and or xor not shl shr select cast uniform joined. `and`/`or`/`xor`/`not` are bitwise on integers.
       args: operands, already of the type the operation computes in; `select` takes (condition, then, else);
         `uniform`, a random number in [0, 1), integers: (key, first row, row, column), see philox.py; `rounded` is to
-        bfloat16, and `round` to integers; a `quotient` is a `div` that stays one, rounded as PyTorch's.
+        bfloat16, and `round` to integers; `joined` is the float32 whose parts these are; a `quotient` is a `div` that stays one, rounded as PyTorch's.
       dtype: type of the result.
     """
     if name in COMPARISONS:

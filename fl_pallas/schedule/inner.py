@@ -28,6 +28,16 @@ class Product:
     scale: tuple[Expr, ...]
 
 
+def parts_of(e: Expr) -> tuple[Expr, ...]:
+    """The numbers of bfloat16 whose sum a float32 is loaded as, the largest first; none of anything else."""
+    return e.args if isinstance(e, Op) and e.name == "joined" else ()
+
+
+def is_loaded(f: Expr) -> bool:
+    """Whether a factor goes to the matrix unit as it lies in memory."""
+    return isinstance(f, Load) or bool(parts_of(f))
+
+
 def factors(e: Expr) -> list[Expr]:
     """The factors of a product, in order."""
     if isinstance(e, Op) and e.name == "mul":
@@ -47,7 +57,7 @@ def as_product(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Product | None
     if len(groups) < 2:
         return None
     # What is a load alone goes to the matrix unit as it lies in memory: a vector scales another side.
-    scaled = next((n for n, g in enumerate(groups) if not all(isinstance(f, Load) for f in g)), 0)
+    scaled = next((n for n, g in enumerate(groups) if not all(map(is_loaded, g))), 0)
     groups[scaled] = (*groups[scaled], *plain)
     first, *rest = groups
     return Product(first, tuple(f for g in rest for f in g), scale)
@@ -57,10 +67,14 @@ def multiplied_in(p: Product, dtype: str) -> tuple[str, str]:
     """The types in which a product's sides are multiplied, `dtype` being that of its sum.
 
     Products of numbers of 16 bits are exact in 32: sides that were cast alone are multiplied as they lie in memory, at
-    several times the rate. So is bfloat16 beside float32, which is the sum of a few such numbers.
+    several times the rate. So is bfloat16 beside float32, which is the sum of a few such numbers: its "parts". Where
+    one side is loaded in parts, the other is multiplied in parts as well.
     """
     sides = (p.left, p.right)
     kinds = [side[0].dtype if len(side) == 1 and isinstance(side[0], Load) else dtype for side in sides]
+    if dtype == "f32" and any(len(side) == 1 and parts_of(side[0]) for side in sides):
+        left, right = (kind if kind == "bf16" else "parts" for kind in kinds)
+        return left, right
     narrow = {*kinds} in ({"bf16"}, {"f16"}, {"bf16", "f32"})
     left, right = kinds if dtype == "f32" and narrow else (dtype, dtype)
     return left, right

@@ -28,6 +28,7 @@ from .passes.fuse import Fused, Output, fuse
 from .passes.group_rows import group_features, group_rows
 from .passes.guess import guess
 from .passes.hold import hold
+from .passes.in_parts import in_parts
 from .passes.interchange import interchange
 from .passes.itself import itself
 from .passes.lay_out import lay_out, lay_out_results
@@ -183,6 +184,7 @@ def _scheduled(
         shapes |= made.shapes
         plans = store_multiplied(into_prologues(made.plans, region.outputs), f"r{n}_l")
         plans = lay_out_results(plans, region.outputs)
+        plans = in_parts(plans, shapes | {s.name: s.shape for plan in plans for s in plan.stores})
         check_comparisons(plans)
         for plan in plans:
             if verify:
