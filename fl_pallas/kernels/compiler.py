@@ -53,10 +53,13 @@ def answered(asked: dict[str, Any]) -> dict[str, str]:
         return {}
     knobs.cache.dir = asked["cache"]
     cache.triton_key = lambda: asked["key"]  # this process has not read its files
-    try:
-        return address(compiled(asked["path"], asked["capability"], asked["options"]))
-    except Exception as e:
-        return {"error": str(e)}
+    with knobs.nvidia.scope():
+        if asked["newest"]:
+            knobs.nvidia.ptxas = knobs.nvidia.ptxas_blackwell.path
+        try:
+            return address(compiled(asked["path"], asked["capability"], asked["options"]))
+        except Exception as e:
+            return {"error": str(e)}
 
 
 def main() -> None:

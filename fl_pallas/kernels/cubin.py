@@ -16,7 +16,7 @@ from typing import Any
 from triton import knobs
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
+from triton.backends.nvidia.compiler import CUDABackend, ptx_get_version
 from triton.compiler import CompiledKernel
 from triton.runtime.cache import get_cache_manager, triton_key
 
@@ -28,8 +28,8 @@ from .lower import Lowered
 from .processes import Ended, answer
 
 WARP = 32
-# The first ptxas without the error that `is_miscompiled` tells of.
-SOUND = (12, 9)
+# The first PTX of a ptxas (12.9) without the errors in addresses that `is_miscompiled` tells of.
+SOUND = (8, 8)
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,18 @@ def compile_kernel(lowered: Lowered, capability: int) -> Any:
     options = {"num_warps": lowered.warps, "num_stages": lowered.stages, "enable_fp_fusion": True}
     if lowered.registers:
         options["maxnreg"] = lowered.registers
+    if lowered.newest:
+        # Kernels of the one ptxas and of the other are told apart by it, in Triton's cache too.
+        major, minor = newest_ptx()
+        options["ptx_version"] = 10 * major + minor
     with _file(lowered) as path:
         asked = {"path": path, "capability": capability, "options": options, "settings": settings()}
+        asked["newest"] = lowered.newest
         kept = _elsewhere({**asked, "key": hashing().result(), "cache": str(knobs.cache.dir)}, lowered.name)
         if kept is not None and (kernel := kept_kernel(kept)) is not None:
             return kernel
+        if lowered.newest:
+            raise _refusal(lowered.name, capability, "the user's own kernels would be assembled by another ptxas")
         try:
             return compiled_here(path, capability, options)
         except Exception as e:  # LLVM, ptxas and MLIR each have their own
@@ -189,7 +196,7 @@ def check(cubin: Cubin, name: str) -> None:
     Raises: Unsupported for code that would compute something else.
     """
     ptx = cubin.asm["ptx"]
-    suspect = "s16x2" in ptx or "wgmma" in ptx and _ptxas() < SOUND
+    suspect = "s16x2" in ptx or "wgmma" in ptx and _version(ptx) < SOUND
     if (
         suspect
         and is_miscompiled(listing(cubin.binary, cubin.capability))
@@ -199,10 +206,19 @@ def check(cubin: Cubin, name: str) -> None:
         raise Unsupported(name, f"ptxas would have it compute something else for sm_{cubin.capability}")
 
 
+def _version(ptx: str) -> tuple[int, ...]:
+    """The version of PTX, which Triton takes from that of its ptxas."""
+    found = re.search(r"\.version (\d+)\.(\d+)", ptx)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
 @functools.cache
-def _ptxas() -> tuple[int, ...]:
-    """The version of the assembler that Triton uses."""
-    return tuple(map(int, knobs.nvidia.ptxas.version.split(".")))
+def newest_ptx() -> tuple[int, int]:
+    """The version of PTX that the newest ptxas takes, which Triton has for later GPUs; (0, 0) if it has none."""
+    try:
+        return divmod(ptx_get_version(knobs.nvidia.ptxas_blackwell.version), 10)
+    except (AttributeError, RuntimeError):
+        return 0, 0
 
 
 def is_serial(cubin: Cubin) -> bool:

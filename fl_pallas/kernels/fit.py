@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ..errors import Unsupported
 from ..schedule.plan import Choices, KernelPlan
 from ..schedule.target import Target, target_of
-from .cubin import WARP, Cubin, check, compile_ttir, compiled, is_serial, simplified
+from .cubin import SOUND, WARP, Cubin, check, compile_ttir, compiled, is_serial, newest_ptx, simplified
 from .lower import Lowered
 from .reproducers import off_the_terminal
 
@@ -158,8 +158,8 @@ def _tried(
     return [ways if isinstance(ways, Unsupported) else _sound(ways) for ways in made]
 
 
-# One choice, compiled in one way or two, and the looks at their machine code, which go on meanwhile.
-_Ways = tuple[tuple[Fitted, "Future[None]"], ...]
+# One choice, compiled in one way or two, once their machine code has been looked at, which goes on meanwhile.
+_Ways = tuple["Future[Fitted]", ...]
 
 
 def _fitted(
@@ -176,22 +176,35 @@ def _fitted(
         have = f"sm_{capability} has {target.shared_bytes}"
         raise Unsupported(name, f"{cubin.shared} bytes of shared memory, and {have}")
     fitted = Fitted(choices, lowered, cubin, in_place)
-    checked = _checkers().submit(check, cubin, name)
+    checked = _checkers().submit(_checked, fitted, name)
     # Loops about guesses take the longest to compile: not again for a program more that may not pay.
     tighter = _tighter(fitted, target, ENOUGH if choices.guesses else enough)
-    if tighter is None:
-        return ((fitted, checked),)
-    return (fitted, checked), (tighter, _checkers().submit(check, tighter.cubin, name))
+    return (checked,) if tighter is None else (checked, _checkers().submit(_checked, tighter, name))
+
+
+def _checked(made: Fitted, name: str) -> Fitted:
+    """A kernel whose machine code does what it should: by the newest ptxas, where Triton's own gets it wrong.
+
+    Raises: Unsupported if there is no such code.
+    """
+    try:
+        check(made.cubin, name)
+        return made
+    except Unsupported:
+        if newest_ptx() < SOUND:
+            raise
+        lowered = replace(made.lowered, newest=True)
+        return replace(made, lowered=lowered, cubin=compile_ttir(lowered, made.cubin.capability))
 
 
 def _sound(ways: _Ways) -> tuple[Fitted, ...] | Unsupported:
     """The ways to compile a choice that are worth a trial, or why it has none."""
-    (fitted, checked), *others = ways
+    first, *others = ways
     try:
-        checked.result()
+        fitted = first.result()
     except Unsupported as refusal:
         return refusal
-    tighter = next((other for other, looked in others if looked.exception() is None), None)
+    tighter = next((other.result() for other in others if other.exception() is None), None)
     if tighter is None:
         return (fitted,)
     free = tighter.cubin.stack <= fitted.cubin.stack and tighter.lowered.registers >= ENOUGH * fitted.cubin.registers

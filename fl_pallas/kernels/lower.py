@@ -49,6 +49,7 @@ class Lowered:
       outputs: names of the tensors written, in order.
       registers: the most that a thread may have; 0 for as many as there are.
       blocks: of which its entry takes descriptors, after the pointers.
+      newest: whether the newest ptxas assembles it that there is, for Triton's own gets it wrong.
     """
 
     ttir: str
@@ -60,6 +61,7 @@ class Lowered:
     outputs: tuple[str, ...]
     registers: int = 0
     blocks: tuple[Block, ...] = ()
+    newest: bool = False
 
     @property
     def arguments(self) -> tuple[int, int]:

@@ -11,15 +11,15 @@ from jax import Array, lax
 
 from ..schedule.dtype import is_float
 from ..schedule.expr import Axis, Expr, Load, free_axes, ref_names
-from ..schedule.inner import ROWS, Product, Sheared, multiplied_in, parts_of, within_sides
+from ..schedule.inner import PARTS, ROWS, Product, Sheared, multiplied_in, parts_of, within_sides
 from .loads import load
 from .native import gather
 from .tile import JNP, Context, Tile, transposed
 
 # The least side of a tile that Triton takes to shared memory for a product without its sides being multiplied out.
 SWIZZLED = 8
-# Numbers of bfloat16, 8 bits each, that a float32 is the sum of; and that a number of TF32 is, and more.
-PARTS, FEW = 3, 2
+# Numbers of bfloat16, 8 bits each, that a number of TF32 is the sum of, and more.
+FEW = 2
 # Precisions of products that are as exact as float32.
 EXACT = (lax.Precision.HIGHEST, lax.DotAlgorithmPreset.TF32_TF32_F32_X3)
 

@@ -8,10 +8,11 @@ from collections.abc import Set
 
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Reduce, free_axes, index, loads, reductions, walk
-from ..inner import as_product, as_sheared, as_shifted, is_product_of_loop, multiplied_in, power_of_two
+from ..inner import PARTS, as_product, as_sheared, as_shifted, is_product_of_loop, multiplied_in, power_of_two
 from ..plan import Accumulator, Choices, Loop, Store, stored_in
 from ..scan import BLOCK
 from ..target import Target
+from .in_parts import are_in_parts
 from .registers import is_intricate, largest_tile, pressure
 from .roles import MAX_FEATURES, Roles, is_of_computed_rows
 from .shared import shared
@@ -50,6 +51,20 @@ NARROW = (
     (16, 32, 4, 2),
     (16, 16, 4, 2),
     (16, 16, 8, 2),
+)
+# For float32 in parts. (H200, 2048 queries and keys.)
+IN_PARTS = (
+    (128, 32, 8, 2),
+    (64, 32, 4, 2),
+    (128, 64, 8, 2),
+    (64, 64, 4, 2),
+    (128, 64, 8, 3),
+    (64, 32, 8, 2),
+    (128, 32, 8, 3),
+    (64, 32, 4, 3),
+    (32, 32, 4, 2),
+    (16, 32, 4, 2),
+    (16, 16, 4, 2),
 )
 # For kernels that store in a loop, and have one side of its pairs whole. (90 keys of 64 features: four warps take 113
 # us, eight 175.)
@@ -211,8 +226,8 @@ def _fitting(
     scanned: Set[Axis],
 ) -> list[Choices]:
     """The choices of rows, columns, warps and stages that may fit with these tiles of the other axes."""
-    narrow, inside = bytes_ > 2 or is_intricate(loops), any(stored_in(loop, stores) for loop in loops)
-    ways = NARROW if narrow else SEVERAL if len(loops) > 1 else WHOLE if inside else PREFERRED
+    narrow, inside = bytes_ == 4 or is_intricate(loops), any(stored_in(loop, stores) for loop in loops)
+    ways = NARROW if narrow else IN_PARTS if bytes_ > 4 else SEVERAL if len(loops) > 1 else WHOLE if inside else PREFERRED
     fitting, too_wide, tight = [], [], []
     for row, column, warps, stages in ways:
         tiles = dict(fixed)
@@ -227,7 +242,7 @@ def _fitting(
             tiles[a] = max(tiles[a], min(BLOCK, power_of_two(a.extent)))
         choices = Choices(tuple(tiles.items()), warps, stages)
         wanted = pressure(choices, kinds, loops, stores, bytes_, target)
-        room = shared(loops, choices) <= SLACK * target.shared_bytes
+        room = shared(loops, choices) * max(bytes_, 4) / 4 <= SLACK * target.shared_bytes
         (fitting if wanted <= SLACK and room else too_wide).append(choices)
         if SLACK < wanted <= TIGHT and warps == 4 and room:
             tight.append(choices)
@@ -253,7 +268,8 @@ def _busier(ways: list[Choices], streamed: set[Axis], target: Target) -> list[Ch
 
 
 def product_bytes(kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> int:
-    """Size of an element of the widest matrix that is multiplied, bytes; of what is loaded, if none is."""
+    """Size of an element of the widest matrix that is multiplied, bytes, with all of its parts; of what is loaded, if
+    none is."""
     sides = [a for a in (kinds.row, kinds.column) if a is not None]
     tiled = frozenset((*kinds.features, *sides, *(loop.axis for loop in loops)))
     sums = [(s, loop.axis) for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
@@ -263,7 +279,10 @@ def product_bytes(kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ..
         found.append(_multiplied(r.body, r.axis, tiled | {r.axis}, r.dtype))
     found = [dtype for dtype in found if dtype]
     loaded = [n.dtype for e in exprs for n in loads(e) if is_float(n.dtype)]
-    return max(map(itemsize, found or loaded), default=4)
+    widest = max(map(itemsize, found or loaded), default=4)
+    if found and widest == 4 and are_in_parts(loops, tiled, sides, kinds.batch):
+        return PARTS * itemsize("bf16")
+    return widest
 
 
 def _multiplied(body: Expr, axis: Axis, tiled: frozenset[Axis], dtype: str) -> str:

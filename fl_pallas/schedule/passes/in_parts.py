@@ -10,19 +10,20 @@ precision.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ..build import op
-from ..expr import Axis, Expr, Load, index, load, reductions
-from ..inner import as_product, power_of_two
-from ..plan import Accumulator, Choices, KernelPlan, Store
+from ..expr import Axis, Expr, Load, free_axes, index, load
+from ..inner import PARTS, power_of_two
+from ..plan import Accumulator, Choices, KernelPlan, Loop, Store, operand_names
 from .lay_out import elements_read, rewritten
+from .shared import sides
 
-# Numbers of bfloat16, 8 bits each, that a float32 is the sum of.
-PARTS = 3
 # How often each element is read, at least, for storing its parts to pay; and how many elements are, all together.
 OFTEN, MANY = 8, 2**23
+# Rows of a program, before those are chosen.
+ROWS = 64
 # Elements of a tile of the kernel that takes a tensor apart, and the most along what is innermost.
 AT_ONCE, MAX_INNERMOST = 2048, 256
 
@@ -34,38 +35,55 @@ def in_parts(plans: Sequence[KernelPlan], shapes: Mapping[str, tuple[int, ...]])
     Args:
       shapes: of what plans may read, by name.
     """
-    multiplied = [_multiplied(p) if p.compute == "f32" else {} for p in plans]
     made: list[list[KernelPlan]] = [[p] for p in plans]
-    for source in dict.fromkeys(n.source for nodes in multiplied for n in nodes):
-        users = [k for k, nodes in enumerate(multiplied) if any(n.source == source for n in nodes)]
-        read = sum(elements_read(n, plans[k]) for k in users for n in multiplied[k] if n.source == source)
-        if read < max(OFTEN * math.prod(shapes[source]), MANY):
+    multiplied = [_multiplied(p.loops, _tiled(p)) if p.compute == "f32" else frozenset() for p in plans]
+    for source in dict.fromkeys(name for p in plans for name in operand_names(p)):
+        users = {k: [n for n in nodes if n.source == source] for k, nodes in enumerate(multiplied)}
+        read = sum(elements_read(n, plans[k]) for k, nodes in users.items() for n in nodes)
+        if not _pays(read, math.prod(shapes[source])):
             continue
-        first = made[users[0]]
-        name = f"{first[-1].name}_p{len(first) - 1}"
+        first, *_ = own = [k for k, nodes in users.items() if nodes]
+        name = f"{plans[first].name}_p{len(made[first]) - 1}"
         splitting = _splitting(source, name, shapes[source])
-        first.insert(-1, splitting)
-        for k in users:
+        made[first].insert(-1, splitting)
+        for k in own:
             note = f"{source} is multiplied in parts, {name}"
-            own = _reading(made[k][-1], source, tuple(s.name for s in splitting.stores))
-            made[k][-1] = replace(own, notes=(*own.notes, note))
+            read_so = _reading(made[k][-1], source, tuple(s.name for s in splitting.stores))
+            made[k][-1] = replace(read_so, notes=(*read_so.notes, note))
     return [p for group in made for p in group]
 
 
-def _multiplied(plan: KernelPlan) -> dict[Load, None]:
-    """What is loaded in float32 as one side of a matrix product."""
-    tiled = frozenset(a for a, n in plan.choices.tiles if n > 1)
-    steps = [(s, loop.axis) for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)]
-    sums = [(s.update, axis) for s, axis in steps if s.kind == "sum"]
-    inner = dict.fromkeys(r for s, _ in steps for r in reductions(s.update))
-    sums += [(r.body, r.axis) for r in inner if r.kind == "sum"]
-    found: dict[Load, None] = {}
-    for body, axis in sums:
-        p = as_product(body, axis, tiled | {axis}) if body.dtype == "f32" else None
-        for side in (p.left, p.right) if p is not None else ():
-            if len(side) == 1 and isinstance(side[0], Load) and side[0].dtype == "f32":
-                found[side[0]] = None
-    return found
+def are_in_parts(loops: Sequence[Loop], tiled: frozenset[Axis], rows: Sequence[Axis], batch: Sequence[Axis]) -> bool:
+    """Whether something that loops multiply will be taken apart, as far as is known before tiles are chosen.
+
+    Args:
+      tiled: the axes of which a tile has more than one index; `rows` those of them that have many programs, and
+        `batch` those of which each program has one.
+    """
+    programs = {a: a.extent for a in batch} | {a: -(-a.extent // ROWS) for a in rows}
+    for n in _multiplied(loops, tiled):
+        numel = math.prod(a.extent for a in free_axes(n))
+        again = math.prod(count for a, count in programs.items() if a not in free_axes(n))
+        if _pays(numel * again, numel):
+            return True
+    return False
+
+
+def _pays(read: int, numel: int) -> bool:
+    return read >= max(OFTEN * numel, MANY)
+
+
+def _tiled(plan: KernelPlan) -> frozenset[Axis]:
+    return frozenset(a for a, n in plan.choices.tiles if n > 1)
+
+
+def _multiplied(loops: Iterable[Loop], tiled: frozenset[Axis]) -> frozenset[Load]:
+    """What loops load in float32 as one side of a matrix product."""
+    found: set[Load] = set()
+    for loop in loops:
+        updates = tuple(s.update for s in loop.steps if isinstance(s, Accumulator))
+        found |= {n for n, _ in sides(updates, loop.axis, tiled) if n.dtype == "f32"}
+    return frozenset(found)
 
 
 def _splitting(source: str, name: str, shape: tuple[int, ...]) -> KernelPlan:

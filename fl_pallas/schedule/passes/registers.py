@@ -34,8 +34,8 @@ def pressure(
     choices: Choices, kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ...], bytes_: int, target: Target
 ) -> float:
     """The registers that a kernel wants under these choices, over those that its threads have."""
-    # float32 operands are split in two and multiplied three times.
-    weight = 2.5 if bytes_ > 2 or is_intricate(loops) else 1
+    # float32 operands are split in two, and multiplied three times; what they lie in memory as is not, but weights are.
+    weight = 2.5 if bytes_ == 4 or is_intricate(loops) else 1.5 if bytes_ > 4 else 1
     wanted = weight * _registers(dict(choices.tiles), loops, stores, frozenset(kinds.features))
     return wanted / (target.registers * 32 * choices.warps)
 

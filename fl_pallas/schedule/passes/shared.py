@@ -21,11 +21,11 @@ def shared(loops: Sequence[Loop], choices: Choices) -> int:
     tiled = frozenset(a for a, n in choices.tiles if n > 1)
     most = 0
     for loop in loops:
-        sides = _sides(tuple(s.update for s in loop.steps if isinstance(s, Accumulator)), loop.axis, tiled)
+        own = sides(tuple(s.update for s in loop.steps if isinstance(s, Accumulator)), loop.axis, tiled)
         still, moving = (
             # Of other sums around a product, one index is taken at a time.
             {_matrix(n, {a: covering_tile(a) if a == axis else 1 for a in free_axes(n)} | dict(choices.tiles))
-             for n, axis in sides if (loop.axis in free_axes(n)) is along}
+             for n, axis in own if (loop.axis in free_axes(n)) is along}
             for along in (False, True)
         )  # fmt: skip
         most = max(most, sum(size for *_, size in still) + choices.stages * sum(size for *_, size in moving))
@@ -63,7 +63,7 @@ def _matrix(n: Load, sides: Mapping[Axis, int]) -> Matrix:
 
 
 @remembered
-def _sides(updates: tuple[Expr, ...], axis: Axis, tiled: frozenset[Axis]) -> frozenset[tuple[Load, Axis]]:
+def sides(updates: tuple[Expr, ...], axis: Axis, tiled: frozenset[Axis]) -> frozenset[tuple[Load, Axis]]:
     """What is a side of a matrix product by itself, of those inside of updates and of updates along a loop's axis; and
     what the product sums over."""
     sums: Iterable[tuple[Expr, Axis]] = [
