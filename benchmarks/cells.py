@@ -77,6 +77,7 @@ class Sizes:
     patches: tuple[int, int, int, int, int] = (256, 12, 50, 50, 64)
     captions: tuple[int, int, int, int, int] = (8, 8, 4096, 77, 64)
     latents: tuple[int, int, int, int, int] = (16, 8, 64, 4096, 64)
+    wide: tuple[int, int, int] = (2, 1024, 2048)
     decode_seqs: tuple[int, ...] = (1024, 8192, 65536)
     decode_batches: tuple[int, ...] = (1, 8, 64)
     host_seq: int = 512
@@ -94,7 +95,7 @@ TINY = Sizes(
     seqs=(48,), gqa_seqs=(48,), dims=(16,), tokens=96, width=32, heads=(4, 2), evoformer=(1,), rows=24,
     triangles=(20,), residues=(20,), points=40, retrieval=(2, 3, 8, 24, 16), graphs=(1, 2, 24, 16, 8),
     windows=(1, 2, 4, 2, 16), image=(1, 2, 5, 16), patches=(2, 2, 17, 17, 16), captions=(1, 2, 40, 9, 16),
-    latents=(1, 2, 8, 40, 16),
+    latents=(1, 2, 8, 40, 16), wide=(1, 32, 48),
     decode_seqs=(64,), decode_batches=(2,), host_seq=64, longest=96,
     lengths=(3, 20, 40), dtype=torch.float32,
 )  # fmt: skip
@@ -222,6 +223,19 @@ def images(z: Sizes) -> Iterator[Cell]:
         yield _sized(f"vision/{name}", make, letters, sizes, z.dtype, ("ours", "compile", "eager"))
 
 
+def wide(z: Sizes) -> Iterator[Cell]:
+    """Attention in float32, whatever the others are in."""
+    for name in ("full", "causal"):
+        for d in z.dims:
+            b, h, s = z.wide[0], z.wide[1] // d, z.wide[2]
+            yield Cell(
+                f"float32/{name}/D{d}",
+                lambda device, n=name, b=b, h=h, s=s, d=d: variants.attention(n, b, h, s, d, device, torch.float32),
+                ("ours", "flex", "sdpa", "compile", "eager"),
+                shape={"b": b, "h": h, "s": s, "d": d},
+            )
+
+
 def _sized(
     name: str,
     make: Callable[..., Problem],
@@ -301,9 +315,10 @@ def memory(z: Sizes) -> Iterator[Cell]:
 
 def training(z: Sizes) -> Iterator[Cell]:
     """The cells of the forward groups, their gradients; FlexAttention's variants where it can take them."""
-    groups = (flex(z), differential(z), evoformer(z), ipa(z), pairwise(z), images(z))
+    groups = (flex(z), differential(z), evoformer(z), ipa(z), pairwise(z), images(z), wide(z))
     for cell in (c for group in groups for c in group):
-        rivals = tuple(r for r in cell.rivals if r in ("ours", "flex", "compile", *SDPA))
+        kept = ("ours", "flex", "compile", *SDPA, *(("sdpa",) if cell.group == "float32" else ()))
+        rivals = tuple(r for r in cell.rivals if r in kept)
         if cell.group == "flex" and cell.name.split("/")[1] not in ("full", "softcap"):
             rivals = tuple(r for r in rivals if r != "compile")
         yield replace(cell, name=f"training/{cell.name}", rivals=rivals, kind="training")
@@ -323,6 +338,7 @@ GROUPS: dict[str, Callable[[Sizes], Iterator[Cell]]] = {
     "triangle": triangle,
     "pairs": pairwise,
     "vision": images,
+    "float32": wide,
     "decode": decoding,
     "host": host,
     "compile": first_calls,

@@ -33,6 +33,7 @@ TITLES = {
     "triangle": "Triangle attention",
     "pairs": "Pairs outside of attention",
     "vision": "Attention of images",
+    "float32": "Attention in float32",
     "decode": "Decoding: one query",
     "host": "Host time of a call, µs",
     "compile": "First call, s",

@@ -247,8 +247,8 @@ def side_tile(ctx: Context, s: Side) -> Tile:
 def _product(ctx: Context, left: Tile, right: Tile, axis: Axis) -> Tile:
     """left · right, summed over `axis`."""
     if left.array.dtype != right.array.dtype:
-        sides = ([t] if t.array.dtype == jnp.bfloat16 else _parts(ctx, t) for t in (left, right))
-        return _by_parts(ctx, *sides, axis)
+        own, other = ([t] if t.array.dtype == jnp.bfloat16 else _parts(ctx, t) for t in (left, right))
+        return _by_parts(ctx, own, other, axis)
     ctx.products += 1
     rows = tuple(a for a in left.axes if a != axis)
     columns = tuple(a for a in right.axes if a != axis)

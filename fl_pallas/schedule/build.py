@@ -57,7 +57,8 @@ def op(name: str, *args: Expr, dtype: str) -> Expr:
         ne and or xor not shl shr select cast uniform joined. `and`/`or`/`xor`/`not` are bitwise on integers.
       args: operands, already of the type the operation computes in; `select` takes (condition, then, else);
         `uniform`, a random number in [0, 1), integers: (key, first row, row, column), see philox.py; `rounded` is to
-        bfloat16, and `round` to integers; `joined` is the float32 whose parts these are; a `quotient` is a `div` that stays one, rounded as PyTorch's.
+        bfloat16, and `round` to integers; `joined` is the float32 that these are the parts of; a `quotient` is a `div`
+        that stays one, rounded as PyTorch's.
       dtype: type of the result.
     """
     if name in COMPARISONS:

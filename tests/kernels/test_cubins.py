@@ -20,7 +20,7 @@ from fl_pallas.bridge.dlpack import matmul_precision
 from fl_pallas.errors import Unsupported
 from fl_pallas.kernels import cubin, loops
 from fl_pallas.kernels.blocks import ENGINE
-from fl_pallas.kernels.cubin import Cubin, compile_ttir, is_miscompiled, is_serial, simplified
+from fl_pallas.kernels.cubin import SOUND, Cubin, compile_ttir, is_miscompiled, is_serial, simplified
 from fl_pallas.kernels.fit import SPILL, fitting
 from fl_pallas.kernels.lower import Lowered, lower_contiguous
 from fl_pallas.schedule import pipeline
@@ -258,14 +258,17 @@ def test_narrow_numbers_are_not_divided_as_pairs() -> None:
         assert "add.s16x2" not in compiled(plan, lower, 90).asm["ptx"], plan.name
 
 
-def test_choices_with_wrong_addresses_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the first choice were spoilt."""
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_has_wrong_addresses_is_not_taken(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the first choice were spoilt: where there is a ptxas that knows better, that assembles it."""
     looks = iter([True])
-    monkeypatch.setattr(cubin, "SOUND", (99,))
     monkeypatch.setattr(cubin, "is_miscompiled", lambda _: next(looks, False))
+    monkeypatch.setattr("fl_pallas.kernels.fit.newest_ptx", lambda: SOUND if is_there else (0, 0))
     ((plan, lower),) = kernels_of("vanilla", torch.bfloat16)
     (made,) = fitting(plan, lower, 90)
-    assert made.choices == plan.others[0] != plan.choices
+    assert made.choices == (plan.choices if is_there else plan.others[0]) != plan.others[-1]
+    assert made.lowered.newest == is_there
+    assert ("\n.version 8.8" in made.cubin.asm["ptx"]) == is_there
 
 
 def test_alignment_reaches_the_loads() -> None:

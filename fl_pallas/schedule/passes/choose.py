@@ -52,20 +52,8 @@ NARROW = (
     (16, 16, 4, 2),
     (16, 16, 8, 2),
 )
-# For float32 in parts. (H200, 2048 queries and keys.)
-IN_PARTS = (
-    (128, 32, 8, 2),
-    (64, 32, 4, 2),
-    (128, 64, 8, 2),
-    (64, 64, 4, 2),
-    (128, 64, 8, 3),
-    (64, 32, 8, 2),
-    (128, 32, 8, 3),
-    (64, 32, 4, 3),
-    (32, 32, 4, 2),
-    (16, 32, 4, 2),
-    (16, 16, 4, 2),
-)
+# For float32 in parts, and where none of these fit (by both passes of 2048 queries and keys, on an H200).
+IN_PARTS = ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2), (64, 32, 4, 3), (64, 16, 4, 2))
 # For kernels that store in a loop, and have one side of its pairs whole. (90 keys of 64 features: four warps take 113
 # us, eight 175.)
 WHOLE = ((64, 64, 4, 3), (128, 32, 4, 3), *PREFERRED, (128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2))
@@ -226,10 +214,17 @@ def _fitting(
     scanned: Set[Axis],
 ) -> list[Choices]:
     """The choices of rows, columns, warps and stages that may fit with these tiles of the other axes."""
-    narrow, inside = bytes_ == 4 or is_intricate(loops), any(stored_in(loop, stores) for loop in loops)
-    ways = NARROW if narrow else IN_PARTS if bytes_ > 4 else SEVERAL if len(loops) > 1 else WHOLE if inside else PREFERRED
+    inside = any(stored_in(loop, stores) for loop in loops)
+    if bytes_ == 4 or is_intricate(loops):
+        ways = NARROW
+    elif bytes_ > 4:
+        ways = (*IN_PARTS, *NARROW)
+    else:
+        ways = SEVERAL if len(loops) > 1 else WHOLE if inside else PREFERRED
     fitting, too_wide, tight = [], [], []
-    for row, column, warps, stages in ways:
+    for n, (row, column, warps, stages) in enumerate(ways):
+        if bytes_ > 4 and n >= len(IN_PARTS) and fitting:
+            break
         tiles = dict(fixed)
         if kinds.row is not None:
             tiles[kinds.row] = min(row, max(MIN_TILE, power_of_two(kinds.row.extent)))

@@ -1,10 +1,10 @@
 """Float32 in parts: what many programs multiply is taken apart once, into numbers that the matrix units take.
 
-Before: scores[i, j] = Σ q[i, d] · k[j, d], in float32. Matrix units take no such numbers: each program makes two of TF32
-of each that it loads, in registers, and takes them to shared memory, tile by tile.
-After: a small kernel stores k, and q, as sums of three numbers of bfloat16, which is exact; their tiles go to the matrix
-units as they lie in memory, and six products (of nine; the others are below float32's last bit) make scores of the same
-precision.
+Before: scores[i, j] = Σ q[i, d] · k[j, d], in float32. Matrix units take no such numbers: each program makes two of
+TF32 of each that it loads, in registers, and takes them to shared memory, tile by tile.
+After: a small kernel stores k as sums of three numbers of bfloat16, which is exact; their tiles go to the matrix units
+as they lie in memory, and six products (of nine; the others are below float32's last bit) make scores of the same
+precision. What a program reads once, its rows of q, it takes apart by itself.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def in_parts(plans: Sequence[KernelPlan], shapes: Mapping[str, tuple[int, ...]])
     made: list[list[KernelPlan]] = [[p] for p in plans]
     multiplied = [_multiplied(p.loops, _tiled(p)) if p.compute == "f32" else frozenset() for p in plans]
     for source in dict.fromkeys(name for p in plans for name in operand_names(p)):
-        users = {k: [n for n in nodes if n.source == source] for k, nodes in enumerate(multiplied)}
+        users = {k: own for k, nodes in enumerate(multiplied) if (own := [n for n in nodes if n.source == source])}
         read = sum(elements_read(n, plans[k]) for k, nodes in users.items() for n in nodes)
-        if not _pays(read, math.prod(shapes[source])):
+        if not users or not _pays(read, math.prod(shapes[source])):
             continue
-        first, *_ = own = [k for k, nodes in users.items() if nodes]
+        first = min(users)
         name = f"{plans[first].name}_p{len(made[first]) - 1}"
         splitting = _splitting(source, name, shapes[source])
         made[first].insert(-1, splitting)
-        for k in own:
+        for k in users:
             note = f"{source} is multiplied in parts, {name}"
             read_so = _reading(made[k][-1], source, tuple(s.name for s in splitting.stores))
             made[k][-1] = replace(read_so, notes=(*read_so.notes, note))
