@@ -36,9 +36,9 @@ def in_parts(plans: Sequence[KernelPlan], shapes: Mapping[str, tuple[int, ...]])
       shapes: of what plans may read, by name.
     """
     made: list[list[KernelPlan]] = [[p] for p in plans]
-    multiplied = [_multiplied(p.loops, _tiled(p)) if p.compute == "f32" else frozenset() for p in plans]
+    found = [multiplied(p.loops, tiled_axes(p)) if p.compute == "f32" else frozenset() for p in plans]
     for source in dict.fromkeys(name for p in plans for name in operand_names(p)):
-        users = {k: own for k, nodes in enumerate(multiplied) if (own := [n for n in nodes if n.source == source])}
+        users = {k: own for k, nodes in enumerate(found) if (own := [n for n in nodes if n.source == source])}
         read = sum(elements_read(n, plans[k]) for k, nodes in users.items() for n in nodes)
         if not users or not _pays(read, math.prod(shapes[source])):
             continue
@@ -61,7 +61,7 @@ def are_in_parts(loops: Sequence[Loop], tiled: frozenset[Axis], rows: Sequence[A
         `batch` those of which each program has one.
     """
     programs = {a: a.extent for a in batch} | {a: -(-a.extent // ROWS) for a in rows}
-    for n in _multiplied(loops, tiled):
+    for n in multiplied(loops, tiled):
         numel = math.prod(a.extent for a in free_axes(n))
         again = math.prod(count for a, count in programs.items() if a not in free_axes(n))
         if _pays(numel * again, numel):
@@ -73,11 +73,12 @@ def _pays(read: int, numel: int) -> bool:
     return read >= max(OFTEN * numel, MANY)
 
 
-def _tiled(plan: KernelPlan) -> frozenset[Axis]:
+def tiled_axes(plan: KernelPlan) -> frozenset[Axis]:
+    """The axes of which a tile has more than one index."""
     return frozenset(a for a, n in plan.choices.tiles if n > 1)
 
 
-def _multiplied(loops: Iterable[Loop], tiled: frozenset[Axis]) -> frozenset[Load]:
+def multiplied(loops: Iterable[Loop], tiled: frozenset[Axis]) -> frozenset[Load]:
     """What loops load in float32 as one side of a matrix product."""
     found: set[Load] = set()
     for loop in loops:
