@@ -14,8 +14,8 @@ from .integer import from_linear, linear
 MAX_WHOLE = 512
 # Least side of a matrix product.
 ROWS = 16
-# Numbers of bfloat16, 8 bits each, that a float32 is the sum of.
-PARTS = 3
+# Numbers of bfloat16, 8 bits each, that a float32 is the sum of; and their bytes together.
+PARTS, PARTS_BYTES = 3, 6
 
 
 @dataclass(frozen=True)

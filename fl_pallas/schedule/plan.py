@@ -184,6 +184,7 @@ class KernelPlan:
       others: further choices worth trying, best first.
       notes: what the scheduler decided and why, for fl.explain.
       minor: whether it takes so little time that one kernel had better serve all sizes from the start.
+      parts: whether what it multiplies in float32 is loaded in parts (passes/in_parts.py).
     """
 
     name: str
@@ -196,6 +197,7 @@ class KernelPlan:
     others: tuple[Choices, ...] = ()
     notes: tuple[str, ...] = ()
     minor: bool = False
+    parts: bool = False
 
     def with_choices(self, choices: Choices) -> KernelPlan:
         return replace(self, choices=choices)

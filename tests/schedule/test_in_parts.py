@@ -85,7 +85,7 @@ def test_numbers_that_are_none(number: float, always: None, device: torch.device
 
 def test_where_it_is_read_often() -> None:
     assert len(splitting(explain(plain, *made(2048, 64, "cpu")).kernels)) >= 4
-    assert not splitting(explain(plain, *made(256, 64, "cpu")).kernels)
+    assert not splitting(explain(plain, *made(100, 64, "cpu")).kernels)
     assert not splitting(explain(plain, *made(2048, 64, "cpu", torch.bfloat16)).kernels)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set
+from dataclasses import replace
 
 from ...errors import Unsupported
 from ..expr import Axis, Expr, free_axes
+from ..inner import PARTS_BYTES
 from ..plan import Accumulator, Choices, KernelPlan, Loop, Store, reduced_over, stored_in
 from ..remember import remembered
 from ..scan import scanned_axes
@@ -61,9 +63,8 @@ def build_plan(
     grid = tuple(a for a in parallel if a.extent > 1 and a in used)
     # What a loop stores it has to go through.
     bounded = tuple(loop if stored_in(loop, stores) else bound_loop(loop, tiled) for loop in loops)
-    return KernelPlan(
-        "", grid, kinds.features, bounded, stores, compute, choices, tuple(others), tuple(dict.fromkeys(notes))
-    )
+    plan = KernelPlan("", grid, kinds.features, bounded, stores, compute, choices, tuple(others))
+    return replace(plan, notes=tuple(dict.fromkeys(notes)), parts=bytes_ == PARTS_BYTES)
 
 
 def _holds(choices: Choices, whole: Set[Axis], loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> bool:

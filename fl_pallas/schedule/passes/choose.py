@@ -8,7 +8,7 @@ from collections.abc import Set
 
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Reduce, free_axes, index, loads, reductions, walk
-from ..inner import PARTS, as_product, as_sheared, as_shifted, is_product_of_loop, multiplied_in, power_of_two
+from ..inner import PARTS_BYTES, as_product, as_sheared, as_shifted, is_product_of_loop, multiplied_in, power_of_two
 from ..plan import Accumulator, Choices, Loop, Store, stored_in
 from ..scan import BLOCK
 from ..target import Target
@@ -215,15 +215,16 @@ def _fitting(
 ) -> list[Choices]:
     """The choices of rows, columns, warps and stages that may fit with these tiles of the other axes."""
     inside = any(stored_in(loop, stores) for loop in loops)
-    if bytes_ == 4 or is_intricate(loops):
-        ways = NARROW
-    elif bytes_ > 4:
+    parts = bytes_ == PARTS_BYTES and not is_intricate(loops)
+    if parts:
         ways = (*IN_PARTS, *NARROW)
+    elif bytes_ > 2 or is_intricate(loops):
+        ways = NARROW
     else:
         ways = SEVERAL if len(loops) > 1 else WHOLE if inside else PREFERRED
     fitting, too_wide, tight = [], [], []
     for n, (row, column, warps, stages) in enumerate(ways):
-        if bytes_ > 4 and n >= len(IN_PARTS) and fitting:
+        if parts and n >= len(IN_PARTS) and fitting:
             break
         tiles = dict(fixed)
         if kinds.row is not None:
@@ -237,7 +238,7 @@ def _fitting(
             tiles[a] = max(tiles[a], min(BLOCK, power_of_two(a.extent)))
         choices = Choices(tuple(tiles.items()), warps, stages)
         wanted = pressure(choices, kinds, loops, stores, bytes_, target)
-        room = shared(loops, choices) * max(bytes_, 4) / 4 <= SLACK * target.shared_bytes
+        room = shared(loops, choices) * max(bytes_ / 4, 1) <= SLACK * target.shared_bytes
         (fitting if wanted <= SLACK and room else too_wide).append(choices)
         if SLACK < wanted <= TIGHT and warps == 4 and room:
             tight.append(choices)
@@ -276,7 +277,7 @@ def product_bytes(kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ..
     loaded = [n.dtype for e in exprs for n in loads(e) if is_float(n.dtype)]
     widest = max(map(itemsize, found or loaded), default=4)
     if found and widest == 4 and are_in_parts(loops, tiled, sides, kinds.batch):
-        return PARTS * itemsize("bf16")
+        return PARTS_BYTES
     return widest
 
 

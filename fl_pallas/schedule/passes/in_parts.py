@@ -17,11 +17,11 @@ from ..build import op
 from ..expr import Axis, Expr, Load, free_axes, index, load
 from ..inner import PARTS, power_of_two
 from ..plan import Accumulator, Choices, KernelPlan, Loop, Store, operand_names
-from .lay_out import elements_read, rewritten
+from .lay_out import rewritten
 from .shared import sides
 
 # How often each element is read, at least, for storing its parts to pay; and how many elements are, all together.
-OFTEN, MANY = 8, 2**23
+OFTEN, MANY = 2, 2**22
 # Rows of a program, before those are chosen.
 ROWS = 64
 # Elements of a tile of the kernel that takes a tensor apart, and the most along what is innermost.
@@ -29,48 +29,42 @@ AT_ONCE, MAX_INNERMOST = 2048, 256
 
 
 def in_parts(plans: Sequence[KernelPlan], shapes: Mapping[str, tuple[int, ...]]) -> list[KernelPlan]:
-    """Kernels in the order in which they run → the same, multiplying parts of float32 where that pays, and kernels that
-    store these.
+    """Kernels in the order in which they run → the same, multiplying parts of float32 where they are to, and kernels
+    that store these: of what a loop goes through, and of nothing else, for that is taken apart once by each program.
 
     Args:
       shapes: of what plans may read, by name.
     """
     made: list[list[KernelPlan]] = [[p] for p in plans]
-    found = [multiplied(p.loops, tiled_axes(p)) if p.compute == "f32" else frozenset() for p in plans]
+    users = [k for k, p in enumerate(plans) if p.parts]
+    loaded = {k: [*streamed(plans[k].loops, tiled_axes(plans[k]))] for k in users}
     for source in dict.fromkeys(name for p in plans for name in operand_names(p)):
-        users = {k: own for k, nodes in enumerate(found) if (own := [n for n in nodes if n.source == source])}
-        read = sum(elements_read(n, plans[k]) for k, nodes in users.items() for n in nodes)
-        if not users or not _pays(read, math.prod(shapes[source])):
+        if not any(n.source == source for nodes in loaded.values() for n in nodes):
             continue
-        first = min(users)
-        name = f"{plans[first].name}_p{len(made[first]) - 1}"
+        own = [k for k in users if source in operand_names(plans[k])]
+        name = f"{plans[own[0]].name}_p{len(made[own[0]]) - 1}"
         splitting = _splitting(source, name, shapes[source])
-        made[first].insert(-1, splitting)
-        for k in users:
-            note = f"{source} is multiplied in parts, {name}"
-            read_so = _reading(made[k][-1], source, tuple(s.name for s in splitting.stores))
-            made[k][-1] = replace(read_so, notes=(*read_so.notes, note))
+        made[own[0]].insert(-1, splitting)
+        for k in own:
+            plan = _reading(made[k][-1], source, tuple(s.name for s in splitting.stores))
+            made[k][-1] = replace(plan, notes=(*plan.notes, f"{source} is multiplied in parts, {name}"))
     return [p for group in made for p in group]
 
 
 def are_in_parts(loops: Sequence[Loop], tiled: frozenset[Axis], rows: Sequence[Axis], batch: Sequence[Axis]) -> bool:
-    """Whether something that loops multiply will be taken apart, as far as is known before tiles are chosen.
+    """Whether a kernel had better multiply parts, as far as is known before its tiles are chosen.
 
     Args:
       tiled: the axes of which a tile has more than one index; `rows` those of them that have many programs, and
         `batch` those of which each program has one.
     """
     programs = {a: a.extent for a in batch} | {a: -(-a.extent // ROWS) for a in rows}
-    for n in multiplied(loops, tiled):
+    for n in streamed(loops, tiled):
         numel = math.prod(a.extent for a in free_axes(n))
         again = math.prod(count for a, count in programs.items() if a not in free_axes(n))
-        if _pays(numel * again, numel):
+        if again >= OFTEN and numel * again >= MANY:
             return True
     return False
-
-
-def _pays(read: int, numel: int) -> bool:
-    return read >= max(OFTEN * numel, MANY)
 
 
 def tiled_axes(plan: KernelPlan) -> frozenset[Axis]:
@@ -78,12 +72,13 @@ def tiled_axes(plan: KernelPlan) -> frozenset[Axis]:
     return frozenset(a for a, n in plan.choices.tiles if n > 1)
 
 
-def multiplied(loops: Iterable[Loop], tiled: frozenset[Axis]) -> frozenset[Load]:
-    """What loops load in float32 as one side of a matrix product."""
+def streamed(loops: Iterable[Loop], tiled: frozenset[Axis]) -> frozenset[Load]:
+    """What loops go through, in float32, as one side of a matrix product."""
     found: set[Load] = set()
     for loop in loops:
         updates = tuple(s.update for s in loop.steps if isinstance(s, Accumulator))
-        found |= {n for n, _ in sides(updates, loop.axis, tiled) if n.dtype == "f32"}
+        own = (n for n, _ in sides(updates, loop.axis, tiled) if n.dtype == "f32")
+        found |= {n for n in own if loop.axis in free_axes(n)}
     return frozenset(found)
 
 

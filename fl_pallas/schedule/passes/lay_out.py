@@ -204,7 +204,7 @@ def _touched(plan: KernelPlan, read: _Read) -> int:
     """Bytes of the sectors that a kernel touches."""
     shapes = dict(read)
     nodes = dict.fromkeys(n for e in expressions(plan) for n in loads(e))
-    places = [(n.index, shapes[n.source], n.dtype, elements_read(n, plan)) for n in nodes]
+    places = [(n.index, shapes[n.source], n.dtype, _elements_read(n, plan)) for n in nodes]
     places += [(s.index, s.shape, s.dtype, math.prod(s.shape)) for s in plan.stores]
     return sum(n * touched_by(at, shape, itemsize(dtype), plan) for at, shape, dtype, n in places)
 
@@ -217,7 +217,7 @@ def _wish(node: Load, plan: KernelPlan, at: int, shape: tuple[int, ...]) -> tupl
     order = (*(k for k in range(len(shape)) if k not in wide), *inner)
     if len(wide) < 2 or not is_float(node.dtype):
         return order, _Wish(at, node.dtype, 0, 0)
-    size, read = itemsize(node.dtype), elements_read(node, plan)
+    size, read = itemsize(node.dtype), _elements_read(node, plan)
     spared = read * (touched_by(node.index, shape, size, plan) - size)
     turned = read if inner != wide and _joins_rows(node, plan, streamed) else 0
     return order, _Wish(at, node.dtype, spared, turned)
@@ -291,7 +291,7 @@ def _accesses(plans: Sequence[KernelPlan], name: str) -> Iterator[tuple[KernelPl
     for plan in plans:
         yield from ((plan, s.index, math.prod(s.shape)) for s in plan.stores if s.name == name)
         nodes = dict.fromkeys(n for e in expressions(plan) for n in loads(e) if n.source == name)
-        yield from ((plan, n.index, elements_read(n, plan)) for n in nodes)
+        yield from ((plan, n.index, _elements_read(n, plan)) for n in nodes)
 
 
 def _reordered(plan: KernelPlan, stored: Store, order: tuple[int, ...]) -> KernelPlan:
@@ -343,7 +343,7 @@ def _joins_rows(node: Load, plan: KernelPlan, streamed: Set[Axis]) -> bool:
     return bool(plain and wide & rows and wide & streamed) and not any(node in factors(e) for e in _bodies(plan))
 
 
-def elements_read(node: Load, plan: KernelPlan) -> int:
+def _elements_read(node: Load, plan: KernelPlan) -> int:
     """By all programs together."""
     own = free_axes(node) | {loop.parts for loop in plan.loops}
     again = (-(-a.extent // (plan.choices.tile(a) or 1)) for a in plan.grid if a not in own)

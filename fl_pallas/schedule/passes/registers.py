@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Load, Op, Reduce, free_axes, loads, reductions, walk
 from ..inner import (
+    PARTS_BYTES,
     Sheared,
     as_product,
     as_sheared,
@@ -35,7 +36,8 @@ def pressure(
 ) -> float:
     """The registers that a kernel wants under these choices, over those that its threads have."""
     # float32 operands are split in two, and multiplied three times; what they lie in memory as is not, but weights are.
-    weight = 2.5 if bytes_ == 4 or is_intricate(loops) else 1.5 if bytes_ > 4 else 1
+    parts = bytes_ == PARTS_BYTES and not is_intricate(loops)
+    weight = 1.5 if parts else 2.5 if bytes_ > 2 or is_intricate(loops) else 1
     wanted = weight * _registers(dict(choices.tiles), loops, stores, frozenset(kinds.features))
     return wanted / (target.registers * 32 * choices.warps)
 
