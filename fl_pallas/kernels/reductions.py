@@ -13,6 +13,7 @@ from ..schedule.build import op, select, substitute
 from ..schedule.dtype import is_float
 from ..schedule.expr import Axis, Expr, Reduce, const, free_axes, index, raw_reduce, reductions, ref
 from ..schedule.inner import (
+    CHUNK,
     as_product,
     as_sheared,
     as_shifted,
@@ -32,7 +33,6 @@ IDENTITY = {"sum": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf, "any": F
 UNROLL = 4
 # Sums inside of sums are loops from so many matrix products of a kernel on: they would be copies of copies.
 MOST_PRODUCTS = 64
-CHUNK = 64
 # Where tiles are so small that these elements are those of many indices, or all, sums take as many at once: the loads
 # of one index after another wait for memory each time. They are the first dimension, which a thread has to itself.
 AT_ONCE, MANY = 16384, 64

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from .build import substitute
 from .dtype import is_float, is_int
-from .expr import Axis, Expr, Index, Load, Op, Reduce, children, const, free_axes, index, reductions, ref
+from .expr import Axis, Expr, Index, Load, Op, Reduce, children, const, free_axes, index, reductions, ref, walk
 from .integer import from_linear, linear
 
-# Largest extent taken whole when the reduction is no matrix product (a vector of registers).
-MAX_WHOLE = 512
+# Largest extent taken whole when the reduction is no matrix product (a vector of registers), or one of 16 bits; and
+# when it is a matrix product of float32, whose parts would not fit. (512 features: 3700 bytes of a thread spilled.) As
+# much of a longer one is taken at once.
+MAX_WHOLE, MAX_WHOLE_FLOAT32, CHUNK = 512, 256, 64
 # Least side of a matrix product.
 ROWS = 16
 # Numbers of bfloat16, 8 bits each, that a float32 is the sum of; and their bytes together.
@@ -266,9 +268,15 @@ def is_sequential(r: Reduce, tiled: frozenset[Axis]) -> bool:
     if r.axis in tiled:
         return False
     if r.kind == "sum" and is_matrix_product(r.body, r.axis, tiled | {r.axis}):
-        return r.axis.extent > MAX_WHOLE
+        wide = r.dtype == "f32" and any(is_loaded(n) and n.dtype == "f32" for n in walk(r.body))
+        return r.axis.extent > most_whole("f32" if wide else "")
     others = (free_axes(r.body) & tiled) - {r.axis}
     return len(others) >= 2 or r.axis.extent > MAX_WHOLE or any(r.axis in free_axes(n) for n in reductions(r.body))
+
+
+def most_whole(dtype: str) -> int:
+    """The largest extent over which matrices of a type are multiplied at once."""
+    return MAX_WHOLE_FLOAT32 if dtype == "f32" else MAX_WHOLE
 
 
 def power_of_two(n: int) -> int:

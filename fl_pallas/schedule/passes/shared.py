@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..dtype import itemsize
 from ..expr import Axis, Expr, Load, free_axes, loads, reductions
-from ..inner import as_product, covering_tile
+from ..inner import CHUNK, as_product, covering_tile, most_whole
 from ..plan import Accumulator, Choices, Loop
 from ..remember import remembered
 
@@ -24,12 +24,17 @@ def shared(loops: Sequence[Loop], choices: Choices) -> int:
         own = sides(tuple(s.update for s in loop.steps if isinstance(s, Accumulator)), loop.axis, tiled)
         still, moving = (
             # Of other sums around a product, one index is taken at a time.
-            {_matrix(n, {a: covering_tile(a) if a == axis else 1 for a in free_axes(n)} | dict(choices.tiles))
+            {_matrix(n, {a: _at_once(n, a) if a == axis else 1 for a in free_axes(n)} | dict(choices.tiles))
              for n, axis in own if (loop.axis in free_axes(n)) is along}
             for along in (False, True)
         )  # fmt: skip
         most = max(most, sum(size for *_, size in still) + choices.stages * sum(size for *_, size in moving))
     return most
+
+
+def _at_once(n: Load, axis: Axis) -> int:
+    """How much of an axis a product of what is loaded takes at once, where that is all that sums over it."""
+    return covering_tile(axis) if axis.extent <= most_whole(n.dtype) else CHUNK
 
 
 def staged(loops: Sequence[Loop], choices: Choices) -> int:

@@ -83,7 +83,7 @@ def _cycles(plan: KernelPlan, target: Target, once: bool) -> float:
                 multiplies = True
                 count = _volume(free_axes(e)) * _programs(plan, free_axes(e))
                 shifted = as_shifted(e, axis, wide) if as_product(e, axis, wide) is None else None
-                work += 2 * (1 if shifted is None else _wider(plan, shifted)) * count / MULTIPLIED
+                work += 2 * (1 if shifted is None else _wider(plan, shifted)) * count * _products(plan, e) / MULTIPLIED
         times, products = evaluated(plan, updates, axis)
         multiplies |= bool(products)
         for n, count in times.items():
@@ -163,7 +163,7 @@ def _reduced(plan: KernelPlan, r: Reduce, is_product: bool) -> float:
     """Cycles of one processor for an element of a reduction inside of a loop."""
     if not is_product:
         return r.axis.extent / ISSUED
-    multiplied = 2 * r.axis.extent / MULTIPLIED
+    multiplied = 2 * r.axis.extent * _products(plan, r.body) / MULTIPLIED
     wide = _wide(plan, free_axes(r.body))
     sheared = as_sheared(r.body, r.axis, wide) if as_product(r.body, r.axis, wide) is None else None
     if sheared is None:
@@ -171,6 +171,12 @@ def _reduced(plan: KernelPlan, r: Reduce, is_product: bool) -> float:
     wider = _wider(plan, sheared)
     # The window goes to shared memory, and each element comes from there.
     return wider * multiplied + (1 + wider) / ISSUED
+
+
+def _products(plan: KernelPlan, body: Expr) -> int:
+    """How many products in 16 bits a product of matrices takes: six where one of them is float32, or three in TF32,
+    each of which takes as long as two."""
+    return 6 if any(isinstance(f, Load) and f.dtype == "f32" and _is_matrix(plan, f) for f in factors(body)) else 1
 
 
 def _wider(plan: KernelPlan, s: Sheared) -> float:
