@@ -10,10 +10,10 @@ from .dtype import is_float, is_int
 from .expr import Axis, Expr, Index, Load, Op, Reduce, children, const, free_axes, index, reductions, ref, walk
 from .integer import from_linear, linear
 
-# Largest extent taken whole when the reduction is no matrix product (a vector of registers), or one of 16 bits; and
-# when it is a matrix product of float32, whose parts would not fit. (512 features: 3700 bytes of a thread spilled.) As
-# much of a longer one is taken at once.
-MAX_WHOLE, MAX_WHOLE_FLOAT32, CHUNK = 512, 256, 64
+# Largest extent taken whole when the reduction is no matrix product (a vector of registers), or one of 16 bits; when it
+# is a matrix product of float32 in parts, and when programs take that apart, and have no registers for more (of 256 and
+# 512 features thousands of bytes spilled). As much of a longer one is taken at once.
+MAX_WHOLE, MAX_PARTS, MAX_FLOAT32, CHUNK = 512, 256, 128, 64
 # Least side of a matrix product.
 ROWS = 16
 # Numbers of bfloat16, 8 bits each, that a float32 is the sum of; and their bytes together.
@@ -268,15 +268,10 @@ def is_sequential(r: Reduce, tiled: frozenset[Axis]) -> bool:
     if r.axis in tiled:
         return False
     if r.kind == "sum" and is_matrix_product(r.body, r.axis, tiled | {r.axis}):
-        wide = r.dtype == "f32" and any(is_loaded(n) and n.dtype == "f32" for n in walk(r.body))
-        return r.axis.extent > most_whole("f32" if wide else "")
+        wide = [n for n in walk(r.body) if r.dtype == n.dtype == "f32" and is_loaded(n)]
+        return r.axis.extent > (MAX_WHOLE if not wide else MAX_PARTS if any(map(parts_of, wide)) else MAX_FLOAT32)
     others = (free_axes(r.body) & tiled) - {r.axis}
     return len(others) >= 2 or r.axis.extent > MAX_WHOLE or any(r.axis in free_axes(n) for n in reductions(r.body))
-
-
-def most_whole(dtype: str) -> int:
-    """The largest extent over which matrices of a type are multiplied at once."""
-    return MAX_WHOLE_FLOAT32 if dtype == "f32" else MAX_WHOLE
 
 
 def power_of_two(n: int) -> int:

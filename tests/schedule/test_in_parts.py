@@ -101,6 +101,20 @@ def test_each_is_taken_apart_once() -> None:
             stored |= {s.name for s in p.stores}
 
 
+def nearest(a: Tensor, b: Tensor) -> Tensor:
+    """A contrastive loss."""
+    return ((a @ b.mT).logsumexp(-1) - (a * b).sum(-1)).mean()
+
+
+def test_many_features(always: None, device: torch.device) -> None:
+    """A chunk at a time."""
+    a, b = (torch.randn(70, 320, device=device).mul(0.1).requires_grad_() for _ in range(2))
+    check_gradients(nearest, fl.compile(nearest), [a, b])
+    (plan, lower), *_ = kernels_made(nearest, [torch.randn(4096, 512) for _ in range(2)])[1:]
+    (fitted,) = fitting(plan, lower, 90)
+    assert fitted.cubin.stack <= SPILL and "wgmma" in fitted.cubin.asm["ptx"]
+
+
 @pytest.mark.parametrize("features", [64, 128])
 def test_compiles_without_spills(features: int) -> None:
     """Of float32 that programs take apart by themselves, 64 rows of 128 features spilled a thousand bytes."""

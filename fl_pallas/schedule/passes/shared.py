@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..dtype import itemsize
 from ..expr import Axis, Expr, Load, free_axes, loads, reductions
-from ..inner import CHUNK, as_product, covering_tile, most_whole
+from ..inner import CHUNK, MAX_PARTS, MAX_WHOLE, as_product, covering_tile
 from ..plan import Accumulator, Choices, Loop
 from ..remember import remembered
 
@@ -34,7 +34,7 @@ def shared(loops: Sequence[Loop], choices: Choices) -> int:
 
 def _at_once(n: Load, axis: Axis) -> int:
     """How much of an axis a product of what is loaded takes at once, where that is all that sums over it."""
-    return covering_tile(axis) if axis.extent <= most_whole(n.dtype) else CHUNK
+    return covering_tile(axis) if axis.extent <= (MAX_PARTS if n.dtype == "f32" else MAX_WHOLE) else CHUNK
 
 
 def staged(loops: Sequence[Loop], choices: Choices) -> int:
