@@ -139,12 +139,9 @@ def _kept(viewed: Program) -> tuple[frozenset[str], frozenset[str], frozenset[st
     statistics of a row, of all that kernels compute, and of what of it is large.
 
     What PyTorch computes may, as PyTorch itself would. Of what kernels compute, their results may, and reductions that
-    have lost a side of the blow-up, or reduce what is larger than any result to no more than that (the statistics); the
-    rest is a blow-up, or cheap.
+    have lost a side of the blow-up (the statistics); the rest is a blow-up, or cheap.
     """
     program, growth, _ = grow_rounded(viewed)
-    widest = max((program.by_name[name].numel for name in program.outputs), default=0)
-    wide = {v.name for v in program.values if v.numel > widest}
     found = {v.name for v in program.values if not v.is_view}
     statistics: set[str] = set()
     fused: set[str] = set()
@@ -162,9 +159,7 @@ def _kept(viewed: Program) -> tuple[frozenset[str], frozenset[str], frozenset[st
                     statistics.add(v.name)
                 continue
             # What comes before scores may be as large: tags that a pair shares, counted, or a pair's row of a table.
-            is_less = v.numel <= widest and not wide.isdisjoint(v.reads)
-            is_small = v.name in later and (v.name not in region.large or is_less)
-            if v.expr is not None and reductions(v.expr) and is_small and v.op != PART:
+            if v.expr is not None and reductions(v.expr) and v.name in later - region.large and v.op != PART:
                 statistics.add(v.name)
             else:
                 found.discard(v.name)
