@@ -109,8 +109,8 @@ def compile_kernel(lowered: Lowered, capability: int) -> Any:
         major, minor = newest_ptx()
         options["ptx_version"] = 10 * major + minor
     with _file(lowered) as path:
-        asked = {"path": path, "capability": capability, "options": options, "settings": settings()}
-        asked["newest"] = lowered.newest
+        asked = {"path": path, "capability": capability, "options": options}
+        asked |= {"settings": settings(), "newest": lowered.newest}
         kept = _elsewhere({**asked, "key": hashing().result(), "cache": str(knobs.cache.dir)}, lowered.name)
         if kept is not None and (kernel := kept_kernel(kept)) is not None:
             return kernel

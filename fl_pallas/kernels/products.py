@@ -43,18 +43,19 @@ class Side:
 
 def matmul(ctx: Context, p: Product, axis: Axis, dtype: str) -> Tile:
     """A sum of products as a matrix product of 2-D tiles."""
-    sides = sides_of(ranged(ctx, p, dtype), axis, dtype)
+    of_range = ranged(ctx, p, dtype)
+    sides = sides_of(of_range, axis, dtype)
     if "parts" in (s.dtype for s in sides):
-        left, right = ([side_tile(ctx, part) for part in parts_of_side(ctx, s)] for s in sides)
-        return _scaled(ctx, _by_parts(ctx, left, right, axis), p.scale)
-    left, right, scale = _sides(ctx, p, axis, dtype)
+        own, other = ([side_tile(ctx, part) for part in parts_of_side(ctx, s)] for s in sides)
+        return _scaled(ctx, _by_parts(ctx, own, other, axis), p.scale)
+    left, right = (side_tile(ctx, s) for s in sides)
     whole = _product(ctx, left, right, axis)
     for n, factors in enumerate((p.left, p.right)):
         if dtype in ("bf16", "f16") and _is_of_several(ctx, factors, axis):
             rest = _rounded_off(ctx, Side(factors, axis, dtype), (left, right)[n])
             more = _product(ctx, rest, right, axis) if n == 0 else _product(ctx, left, rest, axis)
             whole = Tile(whole.array + more.array, whole.axes)
-    return _scaled(ctx, whole, scale)
+    return _scaled(ctx, whole, of_range.scale)
 
 
 def _by_parts(ctx: Context, left: Sequence[Tile], right: Sequence[Tile], axis: Axis) -> Tile:

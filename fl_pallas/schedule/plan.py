@@ -166,6 +166,11 @@ class Choices:
         return self._sides.get(axis)
 
     @cached_property
+    def tiled(self) -> frozenset[Axis]:
+        """The axes of which a tile has more than one index."""
+        return frozenset(a for a, n in self.tiles if n > 1)
+
+    @cached_property
     def _sides(self) -> dict[Axis, int]:
         return dict(self.tiles)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set
-from dataclasses import replace
 
 from ...errors import Unsupported
 from ..expr import Axis, Expr, free_axes
@@ -63,13 +62,13 @@ def build_plan(
     grid = tuple(a for a in parallel if a.extent > 1 and a in used)
     # What a loop stores it has to go through.
     bounded = tuple(loop if stored_in(loop, stores) else bound_loop(loop, tiled) for loop in loops)
-    plan = KernelPlan("", grid, kinds.features, bounded, stores, compute, choices, tuple(others))
-    return replace(plan, notes=tuple(dict.fromkeys(notes)), parts=bytes_ == PARTS_BYTES)
+    notes, parts = tuple(dict.fromkeys(notes)), bytes_ == PARTS_BYTES
+    return KernelPlan("", grid, kinds.features, bounded, stores, compute, choices, tuple(others), notes, parts=parts)
 
 
 def _holds(choices: Choices, whole: Set[Axis], loops: tuple[Loop, ...], stores: tuple[Store, ...]) -> bool:
     """Whether a tile has these axes whole, and a program room for all products of matrices that it makes of that."""
-    tiled = frozenset(a for a, n in choices.tiles if n > 1)
+    tiled = choices.tiled
     products = sum(products_in(loop, stored_in(loop, stores), tiled) for loop in loops)
     side = math.prod(choices.tile(a) or 1 for a in whole)
     return all((choices.tile(a) or 1) >= a.extent for a in whole) and products * side <= MOST_PRODUCTS

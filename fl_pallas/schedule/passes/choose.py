@@ -159,7 +159,7 @@ def _widened(
     One that does goes with another along one side of a product, and is in no other sums but a loop's. Running sums take
     registers that no model knows, so that half as many may be more.
     """
-    tiles, tiled = dict(c.tiles), frozenset(a for a, n in c.tiles if n > 1)
+    tiles, tiled = dict(c.tiles), c.tiled
     updates = [(s.update, loop.axis) for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
     exprs = [*(s.expr for s in stores), *(e for e, _ in updates)]
     programs = math.prod(-(-a.extent // n) for a, n in c.tiles if all(a != loop.axis for loop in loops))

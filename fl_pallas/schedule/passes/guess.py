@@ -17,7 +17,7 @@ from ..change import CLOSE, NONE, Change, change, is_alike
 from ..expr import Const, Expr, Index, Load, Op, children, const, loads, ref, ref_names, walk
 from ..inner import ROWS
 from ..plan import Accumulator, Guess, KernelPlan, Loop
-from .in_parts import streamed, tiled_axes
+from .in_parts import streamed
 
 # The first keys are multiplied twice: of shorter rows they would be too large a part.
 LEAST = 1024
@@ -91,7 +91,7 @@ def _is_of_matrices(plan: KernelPlan, loop: Loop) -> bool:
     """Whether a loop adds up rows by features: what its maxima cost are the products of these. Not of float32, whose
     products take so long that maxima are nothing beside them (2048 keys of 64 features, an H200: 0.50 ms about running
     maxima, 0.73 about guesses)."""
-    if streamed([loop], tiled_axes(plan)):
+    if streamed([loop], plan.choices.tiled):
         return False
     tile = plan.choices.tile
     rows = [a for a in plan.grid if a not in plan.features and (tile(a) or 1) >= ROWS]

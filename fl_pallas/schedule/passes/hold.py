@@ -74,7 +74,7 @@ def hold(
 def _is_by_element(plan: KernelPlan) -> bool:
     """Whether a loop sums elements of three axes, and has sums of two of them to make before (the distances of pairs
     and their gradients): with those loaded, each thread would sum its own."""
-    tiled = frozenset(a for a, n in plan.choices.tiles if n > 1)
+    tiled = plan.choices.tiled
     updates = [(s.update, loop.axis) for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)]
     return any(
         reductions(e) and len(free_axes(e) & tiled) > 2 and not is_product_of_loop(e, axis, tiled)

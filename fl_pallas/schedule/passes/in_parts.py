@@ -37,7 +37,7 @@ def in_parts(plans: Sequence[KernelPlan], shapes: Mapping[str, tuple[int, ...]])
     """
     made: list[list[KernelPlan]] = [[p] for p in plans]
     users = [k for k, p in enumerate(plans) if p.parts]
-    loaded = {k: [*streamed(plans[k].loops, tiled_axes(plans[k]))] for k in users}
+    loaded = {k: [*streamed(plans[k].loops, plans[k].choices.tiled)] for k in users}
     for source in dict.fromkeys(name for p in plans for name in operand_names(p)):
         if not any(n.source == source for nodes in loaded.values() for n in nodes):
             continue
@@ -65,11 +65,6 @@ def are_in_parts(loops: Sequence[Loop], tiled: frozenset[Axis], rows: Sequence[A
         if again >= OFTEN and numel * again >= MANY:
             return True
     return False
-
-
-def tiled_axes(plan: KernelPlan) -> frozenset[Axis]:
-    """The axes of which a tile has more than one index."""
-    return frozenset(a for a, n in plan.choices.tiles if n > 1)
 
 
 def streamed(loops: Iterable[Loop], tiled: frozenset[Axis]) -> frozenset[Load]:

@@ -191,7 +191,7 @@ def _exchanged(plan: KernelPlan, a: Axis, b: Axis) -> KernelPlan:
 
 def _go_together(plan: KernelPlan, a: Axis, b: Axis) -> bool:
     """Whether two axes are on the same sides of all products of a kernel."""
-    tiled = frozenset(x for x, n in plan.choices.tiles if n > 1)
+    tiled = plan.choices.tiled
     sums = {(r.body, r.axis) for e in expressions(plan) for r in reductions(e)}
     sums |= {(s.update, loop.axis) for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)}
     products = (as_product(body, axis, tiled | {axis}) for body, axis in sums)

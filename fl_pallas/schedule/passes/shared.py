@@ -18,7 +18,7 @@ def shared(loops: Sequence[Loop], choices: Choices) -> int:
 
     Of sixteen kernels for a head of 256 features, compiled for sm_90, it is what the compiler took, to a kilobyte.
     """
-    tiled = frozenset(a for a, n in choices.tiles if n > 1)
+    tiled = choices.tiled
     most = 0
     for loop in loops:
         own = sides(tuple(s.update for s in loop.steps if isinstance(s, Accumulator)), loop.axis, tiled)

@@ -108,7 +108,7 @@ def _is_of_rows(plan: KernelPlan) -> bool:
 
 def _is_heavy(plan: KernelPlan) -> bool:
     """Whether a step of the loop takes reductions index by index, or is one of rows by features by indices."""
-    tiled = frozenset(a for a, n in plan.choices.tiles if n > 1)
+    tiled = plan.choices.tiled
     steps = [(s.update, loop.axis) for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)]
     return any(is_sequential(r, tiled) and r.axis.extent > 1 for e, _ in steps for r in reductions(e)) or any(
         len(free_axes(e) & tiled) > 2 and as_product(e, axis, tiled) is None for e, axis in steps

@@ -24,7 +24,7 @@ def split_sums(plan: KernelPlan, merger: str, target: Target) -> tuple[KernelPla
     """The plan as it is; or one whose programs each take a part of its sums and store it, and one, named
     `merger`, that folds the parts and stores what `plan` does.
     """
-    tiled = frozenset(a for a, n in plan.choices.tiles if n > 1)
+    tiled = plan.choices.tiled
     found = _split_up(plan, tiled)
     wanted = WAVES * target.processors // max(1, programs_of(plan))
     wanted = min([wanted, *(r.axis.extent // _least(r, tiled) for r in found)])
