@@ -19,6 +19,7 @@ from fl_pallas import api
 from fl_pallas.errors import ScheduleError
 from fl_pallas.schedule.expr import reductions
 from fl_pallas.schedule.passes import exchange
+from fl_pallas.schedule.plan import evaluated_in
 from fl_pallas.schedule.program import Program, Value
 
 from .corpus import basic, normalisers, science, scores
@@ -439,6 +440,22 @@ def test_what_a_kernel_stores_for_another_is_told(device: torch.device) -> None:
 def residual(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q = q + (q @ k.mT).softmax(-1) @ v
     return q + (q @ k.mT).softmax(-1) @ v
+
+
+def attention_free(w: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """AFT: its sums over keys have both sides of the join, rows and features, and are no larger than the result."""
+    e = (w[..., None] + k[:, None]).exp()
+    return (e * v[:, None]).sum(2) / e.sum(2)
+
+
+def test_sums_that_results_are_made_of_are_kept(device: torch.device) -> None:
+    """Each kernel of the backward pass would make them again for each of its tiles."""
+    inputs = [torch.randn(s, device=device).requires_grad_() for s in ((1, 70, 70), (2, 70, 24), (2, 70, 24))]
+    check_gradients(attention_free, fl.compile(attention_free), inputs)
+    with unrun():
+        *_, backward = fl.explain(attention_free, *inputs).graphs
+    updates = [e for plan in backward.kernels for loop in plan.loops for e in evaluated_in(loop, plan.stores)]
+    assert updates and all(r.axis.extent == 24 for e in updates for r in reductions(e))
 
 
 def test_what_pytorch_would_compute_again(monkeypatch: pytest.MonkeyPatch) -> None:

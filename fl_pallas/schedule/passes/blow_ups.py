@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ..dtype import is_float
 from ..expr import Axis, Expr, Load, Op, free_axes, loads, outer_loads, reductions, walk
-from ..program import Program, Value, depends
+from ..program import Program, Value, depends, reads_of
 from .joins import Seed, axes_of, is_of_positions, is_outer, join, shared_axes
 from .resolve_views import root_of
 from .weights import has_weight, is_weight, operand_names, rank_of
@@ -59,7 +59,7 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
         given = max((i.numel for i in program.values if i.op == "input"), default=0)
         table = is_outer(v) and (v.numel <= given or _is_added(program, v, seeds))
         return followed and (not table or is_normalised(program, seed))
-    if not coupled or not followed:
+    if not followed or not (coupled or _decays(program, seed)):
         return False
     if _is_normalised_power(program, seed):
         return True
@@ -369,6 +369,24 @@ def _path(program: Program, v: Value) -> tuple[bool, bool]:
                 stack.append(user)
                 path.add(user)
     return coupled or any(_meets(program, u, path) for u in sums), followed
+
+
+def _decays(program: Program, seed: Seed) -> bool:
+    """Whether elements of a join are multiplied by a mask of pairs, which has both of its sides: a decay by distance,
+    after which the product that reduces them cannot be taken first."""
+    v = seed.value
+    sides = math.prod(a.extent for a in seed.rows | seed.cols)
+    stack, seen = [v.name], {v.name}
+    while stack:
+        for u in (program.by_name[name] for name in program.users[stack.pop()]):
+            if u.name in seen or u.expr is None or reductions(u.expr) or u.numel < v.numel:
+                continue
+            others = (program.by_name[r] for n in walk(u.expr) if _is_product(n) for r in reads_of(n))
+            if any(o.name not in seen and o.numel >= sides and _is_of_pairs(program, o) for o in others):
+                return True
+            seen.add(u.name)
+            stack.append(u.name)
+    return False
 
 
 def _meets(program: Program, u: Value, path: set[str]) -> bool:

@@ -139,9 +139,10 @@ def _kept(viewed: Program) -> tuple[frozenset[str], frozenset[str], frozenset[st
     statistics of a row, of all that kernels compute, and of what of it is large.
 
     What PyTorch computes may, as PyTorch itself would. Of what kernels compute, their results may, and reductions that
-    have lost a side of the blow-up (the statistics); the rest is a blow-up, or cheap.
+    have lost a side of the blow-up, or that results are made of (the statistics); the rest is a blow-up, or cheap.
     """
     program, growth, _ = grow_rounded(viewed)
+    parts = _parts_of_results(program)
     found = {v.name for v in program.values if not v.is_view}
     statistics: set[str] = set()
     fused: set[str] = set()
@@ -159,12 +160,29 @@ def _kept(viewed: Program) -> tuple[frozenset[str], frozenset[str], frozenset[st
                     statistics.add(v.name)
                 continue
             # What comes before scores may be as large: tags that a pair shares, counted, or a pair's row of a table.
-            if v.expr is not None and reductions(v.expr) and v.name in later - region.large and v.op != PART:
+            if v.expr is not None and reductions(v.expr) and v.name in (later - region.large) | parts and v.op != PART:
                 statistics.add(v.name)
             else:
                 found.discard(v.name)
     large = frozenset[str]().union(*(region.large for region in growth.regions))
     return frozenset(found), frozenset(statistics), frozenset(fused), large
+
+
+def _parts_of_results(program: Program) -> frozenset[str]:
+    """Sums that results are made of element by element, no larger than these, of what is larger than any: AFT's, which
+    have both sides of the blow-up."""
+    widest = max((program.by_name[name].numel for name in program.outputs), default=0)
+    found: set[str] = set()
+    stack, seen = [*program.outputs], {*program.outputs}
+    while stack:
+        v = program.by_name[stack.pop()]
+        if v.expr is None or reductions(v.expr):
+            if v.numel <= widest < max((program.by_name[r].numel for r in v.reads), default=0):
+                found.add(v.name)
+            continue
+        stack += {*v.reads} - seen
+        seen.update(v.reads)
+    return frozenset(found)
 
 
 def _is_of_rows(v: Value, large: Set[str], others: Set[str]) -> bool:
