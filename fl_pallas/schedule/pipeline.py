@@ -51,6 +51,7 @@ from .passes.stream import parallel_axes, stream
 from .passes.strength import by_element, without_divisions
 from .passes.tabulate import tabulate
 from .passes.unflatten import unflatten
+from .passes.unfused import slower
 from .passes.weigh import cheapest, covering
 from .passes.write_out import write_out
 from .plan import Choices, KernelPlan, Loop, Store, stored_in
@@ -176,6 +177,9 @@ def _scheduled(
         held = len(groups) - len(whole)
         parts = hold(cut_apart(groups, f"r{n}"), f"r{n}_g", compute, plans_of, target, region.outputs, held)
         made = kernels_of(parts)
+        if made.plans and (left := slower(program, region, made.plans, target)) is not None:
+            rejected.append(left)
+            continue
         rejected += made.between
         if not made.plans:
             continue

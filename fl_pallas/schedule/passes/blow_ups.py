@@ -29,6 +29,11 @@ def is_larger(program: Program, seed: Seed) -> bool:
     return all(size > program.by_name[r].numel for r in operand_names(v))
 
 
+def is_coupled(program: Program, v: Value) -> bool:
+    """Whether something more than linear, or a statistic of `v` alone, lies between `v` and what reduces it."""
+    return _path(program, v)[0]
+
+
 def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     """Whether a region grows from this join.
 

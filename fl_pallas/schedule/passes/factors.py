@@ -13,7 +13,7 @@ from ..build import op
 from ..dtype import is_float
 from ..expr import Const, Expr, Load, Op, children, walk
 from ..plan import KernelPlan, expressions
-from .lay_out import rewritten
+from .rewritten import rewritten
 
 
 def store_multiplied(plans: Sequence[KernelPlan], tables: str) -> list[KernelPlan]:

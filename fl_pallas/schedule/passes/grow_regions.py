@@ -13,11 +13,11 @@ from dataclasses import replace
 
 from ..build import op, substitute
 from ..dtype import itemsize
-from ..expr import Axis, Expr, Load, divides, free_axes, index, load, loads, reductions
+from ..expr import Axis, Expr, Load, Op, divides, free_axes, index, load, loads, reductions, walk
 from ..program import Program, Value, depends
-from .blow_ups import ends, given_or_returned, is_blow_up, is_larger, serves
+from .blow_ups import ends, given_or_returned, is_blow_up, is_coupled, is_larger, serves
 from .epilogue import with_epilogue, with_sparing_epilogue
-from .joins import Seed, along_shared, is_outer, join, turned
+from .joins import Seed, along_shared, is_long, is_outer, join, turned
 from .region import Growth, Region, Rejected
 from .resolve_views import inline_load, root_of
 from .surround import AllSides, uses_division, with_prologue
@@ -28,6 +28,7 @@ RETURNED = (
     "the captured graph returns it, and its size is that of the blow-up"
     " (a graph break, as at a shape that depends on data, ends a graph early)"
 )
+PROJECTED = "a layer makes other features of each pair's, and products of that kind are quicker by themselves"
 
 Group = tuple[set[str], AllSides]
 Blocker = tuple[Value, str]
@@ -94,8 +95,8 @@ def grow_regions(program: Program) -> Growth:
         if blocker is None:
             grown.append(seed)
         elif seed.rows and seed.cols and (blocker[1] is not RETURNED or seed.value.numel > given):
-            v = seed.value
-            rejected.append(Rejected(v, blocker[0], blocker[1], v.numel * itemsize(v.dtype)))
+            v, why = seed.value, PROJECTED if _is_projected(program, seed) else blocker[1]
+            rejected.append(Rejected(v, blocker[0], why, v.numel * itemsize(v.dtype)))
     groups = _united(program, _merge(grown))
     place = {v.name: n for n, v in enumerate(program.values)}
     taken = set().union(*(members for members, _ in groups))
@@ -177,9 +178,20 @@ def _spares(program: Program, seed: Seed, summed: bool = False) -> bool:
     Args:
       summed: whether it has been, before PyTorch reads it (the features of a pair's bound, which pages are chosen by).
     """
+    if _is_projected(program, seed):
+        return False
     returned = {root_of(program, n) for n in program.outputs} & seed.large
     summed |= bool(returned) and max(program.by_name[n].numel for n in returned) < seed.value.numel
     return bool(seed.large < seed.members.keys() or summed) and _close(program, seed) is None
+
+
+def _is_projected(program: Program, seed: Seed) -> bool:
+    """Whether the seed is a product of matrices, and a layer makes other features of each pair's (the mean of outer
+    products): products that no kernel takes together, and PyTorch's are as good by themselves."""
+    if not is_long(seed.value) or is_coupled(program, seed.value):
+        return False
+    made = (program.by_name[m] for m in seed.large - {seed.value.name})
+    return any(v.expr is not None and reductions(v.expr) and has_weight(program, v) for v in made)
 
 
 def _ended(program: Program, seed: Seed, blocker: str) -> Seed:
@@ -281,8 +293,9 @@ def _add_member(program: Program, v: Value, seed: Seed) -> bool:
     where one load of the seed still has an index along its rows and another along its columns. One
     axis stands for both only if it was flattened from them, which a division in the indices shows.
     What is reduced along one side is not large for an index that it has of the other (a relative shift), nor what is
-    reduced along both at once, for the batch that such a side was flattened with (the gradient of keys there), nor what
-    is reduced along a part of a side (the columns of a grid of keys) to no more than the seed's operands have together.
+    reduced along both at once, for the batch that such a side was flattened with (the gradient of keys there), if it
+    has no more of one of them than that, nor what is reduced along a part of a side (the columns of a grid of keys) to
+    no more than the seed's operands have together.
     """
     assert v.expr is not None
     pooled = v.numel <= sum(program.by_name[root_of(program, r)].numel for r in dict.fromkeys(seed.value.reads))
@@ -302,13 +315,27 @@ def _add_member(program: Program, v: Value, seed: Seed) -> bool:
             reduced = (along_cols <= along_rows and every[1] - own) or (along_rows <= along_cols and every[0] - own)
             diagonal = len(along_rows | along_cols) == 1 and not divides(node)
             gone = (every[0] | every[1]) - own
-            small = reduced or diagonal or pooled and gone or every[0] & every[1] - own
+            reduced = reduced or every[0] & every[1] - own
+            apart = along_rows - every[1] and along_cols - every[0] or _are_parts(node, seed, along_rows & along_cols)
+            reduced = reduced and not apart
+            small = reduced or diagonal or pooled and gone
             large |= bool(along_rows and along_cols) and not small
         else:
             # A side of extent 1 leaves no axis to look for.
             large |= bool(along_rows | along_cols)
     seed.sides[v.name] = rows, cols
     return large
+
+
+def _are_parts(node: Load, seed: Seed, axes: frozenset[Axis]) -> bool:
+    """Whether one part of an axis indexes the rows of a load of the seed, and another part its columns: pairs laid in a
+    row, and no batch, which is a part of both."""
+    parts: list[set[Expr]] = []
+    for side in (seed.rows, seed.cols):
+        indices = (i for a, i in zip(seed.value.axes, node.index, strict=True) if a in side)
+        cut = (n for i in indices for n in walk(i) if isinstance(n, Op) and n.name in ("floordiv", "mod"))
+        parts.append({n for n in cut if free_axes(n) and free_axes(n) <= axes})
+    return bool(parts[0] and parts[1]) and parts[0].isdisjoint(parts[1])
 
 
 def _beside(a: Expr, b: Expr) -> Expr:

@@ -17,7 +17,7 @@ from ..build import op
 from ..expr import Axis, Expr, Load, free_axes, index, load
 from ..inner import PARTS, power_of_two
 from ..plan import Accumulator, Choices, KernelPlan, Loop, Store, operand_names
-from .lay_out import rewritten
+from .rewritten import rewritten
 from .shared import sides
 
 # How often each element is read, at least, for storing its parts to pay; and how many elements are, all together.

@@ -15,6 +15,8 @@ from .whole import is_in_floats
 
 # Elements of a set that each pair of a row and a column asks something of.
 MAX_COUNTED = 64
+# Sums of more terms are left to matrix units.
+LONG = 16
 
 Sides = tuple[frozenset[Axis], frozenset[Axis]]
 
@@ -153,14 +155,25 @@ def is_outer(v: Value) -> bool:
     return len(wide) > 1 and all(t < wide for t in touched)
 
 
+def is_long(v: Value) -> bool:
+    """Whether `v` is a product of matrices, with a sum that only matrix units take quickly."""
+    return v.expr is not None and any(r.kind == "sum" and r.axis.extent > LONG for r in reductions(v.expr))
+
+
 def turned(program: Program, seed: Seed) -> Seed | None:
-    """The seed with the axes that its operands share, and its users reduce, for columns; None if there are none."""
+    """The seed with the axes that its operands share, and its users reduce, for columns; None if there are none, or
+    they are a batch of products."""
+    if is_long(seed.value):
+        return None
     moving = frozenset(a for a in shared_axes(seed) if any(_reduces(program, seed.value, a)))
     return Seed(seed.value, seed.rows, moving) if moving else None
 
 
 def along_shared(seed: Seed) -> list[Seed]:
-    """The seed with one axis that its operands share for rows: queries, where each pair with a key has features."""
+    """The seed with one axis that its operands share for rows: queries, where each pair with a key has features, and no
+    batch of products."""
+    if is_long(seed.value):
+        return []
     own = shared_axes(seed)
     return [Seed(seed.value, frozenset((a,)), seed.cols) for a in seed.value.axes if a in own and a.extent > 1]
 

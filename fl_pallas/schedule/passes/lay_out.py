@@ -16,16 +16,17 @@ written once for each head. After: it stores `tiles[h, x0, x1]`, for other kerne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from ..build import rewrite
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Index, Load, free_axes, index, load, loads, reductions
 from ..inner import as_product, factors, power_of_two
-from ..plan import Accumulator, Choices, KernelPlan, Loop, Step, Store, bounds_of, expressions, operand_names
+from ..plan import Accumulator, Choices, KernelPlan, Store, bounds_of, expressions, operand_names
 from ..remember import remembered
+from .digits import apart, together
+from .rewritten import rewritten
 
 # What memory hands over at once, bytes.
 SECTOR = 32
@@ -69,6 +70,7 @@ def lay_out(
       shapes: of what plans may read, by name.
       results: names of what is stored for others than these kernels.
     """
+    plans, shapes, cut = apart(plans, shapes)
     plans, shapes = _laid_for_readers(plans, dict(shapes), results)
     made: list[list[KernelPlan]] = [[p] for p in plans]
     copied: set[tuple[int, str]] = set()
@@ -84,7 +86,7 @@ def lay_out(
             copied.add((at, source))
             turned = _read_from(made[at][-1], source, name, order)
             made[at][-1] = replace(turned, notes=(*turned.notes, note))
-    return [p for group in made for p in group]
+    return together([p for group in made for p in group], cut)
 
 
 def _laid_for_readers(
@@ -362,22 +364,3 @@ def _copying(source: str, dtype: str, name: str, shape: tuple[int, ...], order: 
     used = tuple(a for a in grid if a.extent > 1)
     choices = Choices(tuple((a, tiles[a]) for a in used), warps=4, stages=1)
     return KernelPlan(name, used, (), (), (store,), "f32", choices)
-
-
-def rewritten(plan: KernelPlan, rule: Callable[[Expr], Expr]) -> KernelPlan:
-    """A plan with `rule` applied to the nodes of what its loops and stores compute."""
-
-    def of_step(s: Step) -> Step:
-        if isinstance(s, Accumulator):
-            return replace(s, update=rewrite(s.update, rule))
-        return replace(s, value=rewrite(s.value, rule))
-
-    def of_loop(loop: Loop) -> Loop:
-        inner = loop.interior and replace(loop.interior, constants=tuple(map(of_pair, loop.interior.constants)))
-        return replace(loop, steps=tuple(map(of_step, loop.steps)), interior=inner)
-
-    def of_pair(pair: tuple[Expr, Expr]) -> tuple[Expr, Expr]:
-        return rewrite(pair[0], rule), rewrite(pair[1], rule)
-
-    stores = tuple(replace(s, expr=rewrite(s.expr, rule)) for s in plan.stores)
-    return replace(plan, loops=tuple(map(of_loop, plan.loops)), stores=stores)

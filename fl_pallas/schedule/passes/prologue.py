@@ -16,7 +16,7 @@ from ..expr import Axis, Expr, Index, Load, Op, free_axes, index, loads
 from ..integer import linear
 from ..plan import KernelPlan, Store, expressions, held_whole, operand_names, stored_in
 from ..scan import scanned_axes
-from .lay_out import rewritten
+from .rewritten import rewritten
 
 
 def into_prologues(plans: Sequence[KernelPlan], results: Collection[str]) -> list[KernelPlan]:

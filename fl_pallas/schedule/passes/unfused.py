@@ -1,0 +1,76 @@
+"""Regions that kernels would take far longer for than PyTorch does, operation by operation: they are PyTorch's.
+
+The scheduler knows no program for some of them that matrix units could run, and computes a sum of products element by
+element (a batch of products, normed along the batch). An estimate of the kernels tells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..dtype import is_float, itemsize
+from ..expr import Axis, Expr, Op, Reduce, free_axes, loads, walk
+from ..plan import KernelPlan
+from ..program import Program, Value
+from ..target import Target
+from .hold import SAVED, TIMES
+from .region import Region, Rejected
+from .registers import COSTLY
+from .weigh import ISSUED, LAUNCH, MOVED, MULTIPLIED, POWERS, cycles
+
+# Matrix units multiply 32-bit floats so many times slower (without TF32).
+SLOWER_IN_32 = 16
+
+
+def slower(program: Program, region: Region, plans: Sequence[KernelPlan], target: Target) -> Rejected | None:
+    """Why kernels are not to compute a region, if there is room for all that PyTorch makes on the way; else None."""
+    members = [v for m in region.members if not (v := program.by_name[m]).is_view]
+    stored = sum(_bytes(v) for v in members if v.name not in region.outputs)
+    without = sum(_cycles(program, v, target) for v in members)
+    ours = sum(cycles(plan, target) for plan in plans)
+    if stored > target.room or ours < TIMES * without or ours - without < SAVED:
+        return None
+    large = max(members, key=lambda v: v.numel)
+    why = f"kernels would take {ours / without:.0f} times as long as PyTorch's own operations, by the estimate"
+    return Rejected(large, large, why, _bytes(large))
+
+
+def _cycles(program: Program, v: Value, target: Target) -> float:
+    """Cycles of PyTorch's kernel for one value: its operands read, itself written, computed meanwhile."""
+    assert v.expr is not None
+    work = sum(map(_work, walk(v.expr))) / target.processors
+    moved = _bytes(v) + sum(_bytes(program.by_name[r]) for r in v.reads)
+    return max(work, moved / MOVED) + LAUNCH
+
+
+def _work(n: Expr) -> float:
+    """Cycles of one processor for a node, at every index of its axes."""
+    if isinstance(n, Reduce):
+        count = _volume(free_axes(n.body))
+        if not _is_product(n):
+            return count / ISSUED
+        sides = max((itemsize(m.dtype) for m in loads(n.body)), default=4)
+        return 2 * count / MULTIPLIED * (SLOWER_IN_32 if sides > 2 else 1)
+    if isinstance(n, Op) and is_float(n.dtype):
+        return _volume(free_axes(n)) / (POWERS if n.name in COSTLY else ISSUED)
+    return 0
+
+
+def _is_product(r: Reduce) -> bool:
+    """Whether a sum is of products of what has fewer axes each: one of matrices."""
+    body = r.body
+    while isinstance(body, Op) and body.name == "cast":
+        body = body.args[0]
+    own = free_axes(body)
+    return (
+        r.kind == "sum" and isinstance(body, Op) and body.name == "mul" and all(free_axes(a) < own for a in body.args)
+    )
+
+
+def _volume(axes: frozenset[Axis]) -> int:
+    return math.prod(a.extent for a in axes)
+
+
+def _bytes(v: Value) -> int:
+    return v.numel * itemsize(v.dtype)
