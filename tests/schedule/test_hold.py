@@ -6,11 +6,13 @@ import pytest
 import torch
 
 import fl_pallas as fl
+from fl_pallas.schedule.expr import reductions
 from fl_pallas.schedule.passes import hold
 from fl_pallas.schedule.plan import is_by_thread, operand_names
 from tests.kernels.test_cubins import kernels_made
 from tests.oracle import check, check_gradients
 from tests.programs import BY_NAME
+from tests.schedule.test_split_sums import radial
 from tests.unrun import explain, unrun
 
 MIXING = ["talking_heads", "mixed_heads", "bahdanau"]
@@ -74,3 +76,15 @@ def test_gradients_of_distances_load_those_of_scores() -> None:
     readers = [plan for plan in kernels if held in operand_names(plan)]
     assert len(readers) > 1
     assert any(is_by_thread(plan, loop) for plan in readers for loop in plan.loops)
+
+
+def test_sums_that_lie_in_other_tiles_are_stored() -> None:
+    """A bias that a layer makes of distances has heads for rows, scores have queries: tiles of one have no product of
+    the other (1.28 ms for both passes on an H200, where PyTorch takes 0.25)."""
+    q, k, v = (torch.randn(8, 8, 256, 32).bfloat16() for _ in range(3))
+    points = [torch.randn(8, 256, 3), torch.linspace(0, 3, 64), torch.randn(64, 8)]
+    backward = explain(radial, *(t.bfloat16().requires_grad_() for t in (q, k, v, *points))).graphs[1].kernels
+    stored = [s for p in backward for s in p.stores if s.name.startswith("r0_h")]
+    bias, grads = sorted(stored, key=lambda s: len(reductions(s.expr)))
+    assert bias.shape == grads.shape == (8, 8, 256, 256)
+    assert not reductions(bias.expr) and all(r.axis.extent == 32 for r in reductions(grads.expr))

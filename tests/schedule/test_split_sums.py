@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 import fl_pallas as fl
+from fl_pallas.schedule.expr import reductions
+from fl_pallas.schedule.inner import is_sequential
 from fl_pallas.schedule.plan import KernelPlan
 from tests.oracle import check_gradients
 from tests.unrun import unrun
@@ -52,3 +54,21 @@ def test_many_programs_are_left_alone() -> None:
 def test_computes_the_same(attend, batch: int, device: torch.device) -> None:
     """Parts of equal lengths, and a last one that goes beyond the end."""
     check_gradients(attend, fl.compile(attend), inputs(batch, device=device))
+
+
+def radial(q: Tensor, k: Tensor, v: Tensor, at: Tensor, centres: Tensor, w: Tensor) -> Tensor:
+    """A bias that a layer makes of distances between points [b,n,3], each by how near it is to centres."""
+    d = (at[:, :, None] - at[:, None]).square().sum(-1).add(1e-6).sqrt()
+    bias = torch.exp(-10 * (d[..., None] - centres).square()) @ w
+    return (q @ k.mT / 4 + bias.permute(0, 3, 1, 2)).softmax(-1) @ v
+
+
+def test_few_sums_are_taken_at_once() -> None:
+    """One program of 512 sums of 256, each step waiting for the last, took 119 us on an H200."""
+    q, k, v = (torch.randn(8, 8, 256, 32, dtype=torch.bfloat16) for _ in range(3))
+    points = [torch.randn(8, 256, 3), torch.linspace(0, 3, 64), torch.randn(64, 8)]
+    with unrun():
+        wanted = [t.bfloat16().requires_grad_() for t in (q, k, v, *points)]
+        found = [p for p in fl.explain(radial, *wanted).graphs[1].kernels if not p.loops]
+    sums = [(p, r) for p in found for s in p.stores for r in reductions(s.expr) if r.axis.extent == 256]
+    assert sums and not any(is_sequential(r, p.choices.tiled) for p, r in sums)

@@ -104,8 +104,9 @@ def _shared(groups: Groups, compute: str) -> dict[Expr, str]:
             multiplied = e.dtype if e.kind == "sum" and is_float(e.dtype) else compute
         elif not isinstance(e, Op) or e.name != "mul" and not is_masking(e):
             multiplied = compute
+        sums = [c for c in children(e) if isinstance(_unscaled(c), Reduce) and free_axes(c) == free_axes(e)]
         for c in children(e):
-            if free_axes(e) - free_axes(c) and _is_large(c, made):
+            if (free_axes(e) - free_axes(c) or len(sums) > 1 and c in sums) and _is_large(c, made):
                 found[c] = max(found.get(c, multiplied), multiplied, key=itemsize)
             if not isinstance(c, Load):
                 visit(c, multiplied)

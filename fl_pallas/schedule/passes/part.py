@@ -8,7 +8,7 @@ from itertools import combinations
 
 from ..build import substitute
 from ..dtype import is_float
-from ..expr import Axis, Expr, Reduce, Ref, children, free_axes, index, load, loads, ref_names, walk
+from ..expr import Axis, Expr, Reduce, Ref, children, free_axes, index, load, loads, reductions, ref_names, walk
 from ..plan import Accumulator, Choices, Loop, Step, Store
 from ..remember import remembered
 from .fuse import Fused, Output
@@ -77,7 +77,8 @@ def ways_to_part(
 
 def part_stores(loops: tuple[Loop, ...], stores: tuple[Store, ...], parallel: tuple[Axis, ...]) -> tuple[Kernel, ...]:
     """Before: loops with sums for several outputs. After: a kernel for each output whose sums over features no other
-    output's contain; what those rest on is computed by each.
+    output's contain; what those rest on is computed by each. One more for those that need no loop, and sum by
+    themselves.
     """
     features = frozenset(roles(parallel, loops, stores).features)
     steps = {s.name: s for loop in loops for s in loop.steps}
@@ -87,13 +88,15 @@ def part_stores(loops: tuple[Loop, ...], stores: tuple[Store, ...], parallel: tu
         return frozenset(n for n in names if features & set(steps[n].axes))
 
     groups: list[tuple[frozenset[str], list[Store]]] = []
-    for s in sorted(stores, key=lambda s: -len(wide(needs[s.name]))):
+    alone = [s for s in stores if not needs[s.name] and reductions(s.expr)] if any(needs.values()) else []
+    for s in sorted((s for s in stores if s not in alone), key=lambda s: -len(wide(needs[s.name]))):
         own = needs[s.name]
         at = min(range(len(groups)), key=lambda n: len(own - groups[n][0]), default=None)
         if at is None or wide(own) - groups[at][0]:
             groups.append((own, [s]))
         else:
             groups[at] = (groups[at][0] | own, [*groups[at][1], s])
+    groups += [(frozenset(), alone)] if alone else []
     return tuple((_only(names, loops), tuple(s for s in stores if s in group)) for names, group in groups)
 
 

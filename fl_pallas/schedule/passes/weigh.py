@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ..dtype import is_float, itemsize
-from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, loads
+from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, loads, reductions
 from ..inner import (
     Sheared,
     as_product,
@@ -20,7 +20,7 @@ from ..inner import (
     is_sequential,
 )
 from ..integer import linear
-from ..plan import Accumulator, Choices, KernelPlan, bounds_of, evaluated_in, held_whole
+from ..plan import Accumulator, Choices, KernelPlan, bounds_of, evaluated_in, held_whole, stored_last
 from ..remember import remembered
 from ..target import Target
 from .lay_out import touched_by
@@ -32,6 +32,8 @@ MULTIPLIED, ISSUED, POWERS = 4096, 128, 16
 # Bytes that a processor takes from the L2 cache in a cycle, for tiles that no matrix product takes as they are: their
 # loads are not issued ahead of their use.
 LOADED = 24
+# Elements of such tiles in a cycle, where each lies in another sector, for a sum goes along what is innermost.
+SCATTERED = 4
 # Bytes that all processors together move in a cycle, and the cycles that a launch takes.
 MOVED, LAUNCH = 2000, 6000
 # Elements of a tile of the rows by the loop for each warp, and warps of a processor, that keep the matrix units busy.
@@ -91,7 +93,7 @@ def _cycles(plan: KernelPlan, target: Target, once: bool) -> float:
             if isinstance(n, Reduce):
                 work += count * _reduced(plan, n, n in products)
             elif isinstance(n, Load):
-                loaded += count * itemsize(n.dtype) / LOADED if _is_matrix(plan, n) else 0
+                loaded += count * _loaded(plan, n)
             elif isinstance(n, Op) and is_float(n.dtype):
                 work += count / (POWERS if n.name in COSTLY else ISSUED)
     # Features are a side of matrix products; where there are none, they are elements as others are.
@@ -154,6 +156,16 @@ def _is_matrix(plan: KernelPlan, n: Load) -> bool:
     return len(_wide(plan, free_axes(n))) > 1 and all(len(free_axes(i)) < 2 for i in n.index)
 
 
+def _loaded(plan: KernelPlan, n: Load) -> float:
+    """Cycles of one processor for an element of a tile that no product takes as it lies."""
+    if not _is_matrix(plan, n):
+        return 0
+    tiles = dict(plan.choices.tiles)
+    along = free_axes(n.index[-1]) - tiles.keys()
+    scattered = bool(along) and len(_wide(plan, free_axes(n) - along)) > 1
+    return 1 / SCATTERED if scattered else itemsize(n.dtype) / LOADED
+
+
 def _made_sides(product: Expr) -> list[Expr]:
     """The factors of a product that are no loads alone: what is computed before it is multiplied."""
     return [f for f in factors(product) if not isinstance(f, Load)]
@@ -187,10 +199,12 @@ def _wider(plan: KernelPlan, s: Sheared) -> float:
 
 
 def _bodies(plan: KernelPlan) -> list[tuple[list[Expr], Axis | None]]:
-    """What each loop evaluates at a step, and its axis; of a kernel without loops, what it stores."""
-    if not plan.loops:
-        return [([s.expr for s in plan.stores], None)]
-    return [(evaluated_in(loop, plan.stores), loop.axis) for loop in plan.loops]
+    """What each loop evaluates at a step, and its axis; and what is stored, where that is more than what loops have
+    summed up."""
+    last = stored_last(plan.loops, plan.stores)
+    stored = [s.expr for s in last if not plan.loops or reductions(s.expr)]
+    found: list[tuple[list[Expr], Axis | None]] = [(evaluated_in(loop, plan.stores), loop.axis) for loop in plan.loops]
+    return [*found, (stored, None)] if stored else found
 
 
 def _wide(plan: KernelPlan, axes: Iterable[Axis]) -> frozenset[Axis]:
