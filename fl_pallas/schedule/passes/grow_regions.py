@@ -9,6 +9,7 @@ one of the two sides, backward over what would be as large (masks, biases) or co
 from __future__ import annotations
 
 import functools
+from collections.abc import Set
 from dataclasses import replace
 
 from ..build import op, substitute
@@ -239,7 +240,27 @@ def _ends_before(program: Program, seed: Seed, made: list[tuple[Value, Value]], 
     for name in after:
         del seed.members[name]
     seed.large -= after
+    for name in seed.members.keys() - _between(program, seed):
+        del seed.members[name]
     return True
+
+
+def _between(program: Program, seed: Seed) -> set[str]:
+    """The members that are large or read what is, and those that lie between these."""
+    own = {m for m in seed.members if m in seed.large or not seed.large.isdisjoint(program.by_name[m].reads)}
+    return own | _enclosed(program, own) & seed.members.keys()
+
+
+def _enclosed(program: Program, names: Set[str]) -> set[str]:
+    """What depends on one of these values, and another of them depends on."""
+    below, above = set[str](), set[str]()
+    for v in program.values:
+        if any(r in names or r in below for r in v.reads):
+            below.add(v.name)
+    for v in reversed(program.values):
+        if v.name in names or v.name in above:
+            above.update(v.reads)
+    return below & above
 
 
 def _meets_as_large(program: Program, v: Value, kept: Value, seed: Seed) -> bool:
@@ -383,16 +404,9 @@ def grown_from(program: Program, v: Value) -> set[str]:
 
 def _close(program: Program, seed: Seed) -> Blocker | None:
     """Add what lies between members, so that no value outside both depends on and feeds the region."""
-    below: set[str] = set()
+    between = _enclosed(program, seed.members.keys())
     for v in program.values:
-        if any(r in seed.members or r in below for r in v.reads):
-            below.add(v.name)
-    above: set[str] = set()
-    for v in reversed(program.values):
-        if v.name in seed.members or v.name in above:
-            above.update(v.reads)
-    for v in program.values:
-        if v.name in below and v.name in above and v.name not in seed.members:
+        if v.name in between and v.name not in seed.members:
             if v.expr is None:
                 return v, v.why or "it has no expression"
             _add_member(program, v, seed)
