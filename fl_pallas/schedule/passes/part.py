@@ -128,8 +128,8 @@ def _only(names: frozenset[str], loops: tuple[Loop, ...]) -> tuple[Loop, ...]:
 def part_chains(
     loops: tuple[Loop, ...], stores: tuple[Store, ...], parallel: tuple[Axis, ...], name: str, compute: str
 ) -> tuple[Kernel, ...]:
-    """Before: a loop with accumulators of which some know nothing of the others, nor other loops of them. After: a
-    kernel that stores what the first of them come to, and one that takes it from there.
+    """Before: loops with accumulators of which some know nothing of the others. After: a kernel that stores what the
+    first of them come to, and one that takes it from there.
 
     Returns: (loops, stores) of each kernel; as they were if there is but one chain, or if chains share a reduction,
     which both kernels would compute.
@@ -138,11 +138,13 @@ def part_chains(
         chain = _chain(loop.steps)
         others = tuple(s for s in loop.steps if s not in chain)
         around = (*loops[:n], *loops[n + 1 :])
-        if not others or _reductions(chain) & _reductions(others) or _are_tied(chain, around):
+        left = (*others, *(s for other in around for s in other.steps))
+        if not left or _reductions(chain) & _reductions(left) or _are_tied(chain, around):
             continue
         own = frozenset(s.name for s in chain)
         kept, rest = _stored(stores, lambda e, own=own: ref_names(e) <= own, parallel, f"{name}_p", compute)
-        return ((Loop(loop.axis, chain),), kept), ((*loops[:n], Loop(loop.axis, others), *loops[n + 1 :]), rest)
+        again = (Loop(loop.axis, others),) if others else ()
+        return ((Loop(loop.axis, chain),), kept), ((*loops[:n], *again, *loops[n + 1 :]), rest)
     return ((loops, stores),)
 
 
