@@ -39,7 +39,9 @@ def slower(program: Program, region: Region, plans: Sequence[KernelPlan], target
 def _cycles(program: Program, v: Value, target: Target) -> float:
     """Cycles of PyTorch's kernel for one value: its operands read, itself written, computed meanwhile."""
     assert v.expr is not None
-    work = sum(map(_work, walk(v.expr))) / target.processors
+    nodes = {*walk(v.expr)}
+    multiplied = {_body(n) for n in nodes if isinstance(n, Reduce) and _is_product(n)}
+    work = sum(map(_work, nodes - multiplied)) / target.processors
     moved = _bytes(v) + sum(_bytes(program.by_name[r]) for r in v.reads)
     return max(work, moved / MOVED) + LAUNCH
 
@@ -59,13 +61,17 @@ def _work(n: Expr) -> float:
 
 def _is_product(r: Reduce) -> bool:
     """Whether a sum is of products of what has fewer axes each: one of matrices."""
+    body = _body(r)
+    factors = body.args if r.kind == "sum" and isinstance(body, Op) and body.name == "mul" else ()
+    return bool(factors) and all(free_axes(a) < free_axes(body) for a in factors)
+
+
+def _body(r: Reduce) -> Expr:
+    """What is summed, before it is cast."""
     body = r.body
     while isinstance(body, Op) and body.name == "cast":
         body = body.args[0]
-    own = free_axes(body)
-    return (
-        r.kind == "sum" and isinstance(body, Op) and body.name == "mul" and all(free_axes(a) < own for a in body.args)
-    )
+    return body
 
 
 def _volume(axes: frozenset[Axis]) -> int:
