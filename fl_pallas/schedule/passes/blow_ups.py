@@ -149,12 +149,13 @@ def is_normalised(program: Program, seed: Seed) -> bool:
     """Whether elements of the join meet a reduction of themselves again, as in a softmax.
 
     In a backward pass that is an input, a number for each index of one side, the other being of extent 1 (and not what
-    a batch of one leads with). The gradient of a bias only sums.
+    a batch of one leads with), and which the join is not made of. The gradient of a bias only sums.
     """
     v = seed.value
     sizes = [v.numel // math.prod(a.extent for a in side) for side in (seed.rows, seed.cols)]
     inputs = (i for i in program.values if i.op == "input" and is_float(i.dtype))
-    kept = {i.name for i in inputs if i.numel in sizes and 1 in i.shape[_leading(i.shape) :]}
+    numbers = (i.name for i in inputs if i.numel in sizes and 1 in i.shape[_leading(i.shape) :])
+    kept = {name for name in numbers if not depends(program, {v.name}, {name})}
     own, statistics = {v.name}, kept
     for u in program.values:
         if u.expr is None or own.isdisjoint(u.reads) and statistics.isdisjoint(u.reads):
