@@ -14,13 +14,13 @@ from ..expr import Axis, Expr, Op, Reduce, free_axes, loads, walk
 from ..plan import KernelPlan
 from ..program import Program, Value
 from ..target import Target
-from .hold import SAVED
 from .region import Region, Rejected
 from .registers import COSTLY
 from .weigh import ISSUED, LAUNCH, MOVED, MULTIPLIED, POWERS, cycles
 
-# How many times as long kernels may take as PyTorch without any fusion: Inductor takes less, and more memory.
-TIMES = 1.5
+# How many times as long kernels may take as PyTorch without any fusion (Inductor takes less, and more memory), and the
+# least cycles that this has to cost (50 us).
+TIMES, COST = 1.5, 90_000
 # Matrix units multiply 32-bit floats so many times slower (without TF32).
 SLOWER_IN_32 = 16
 
@@ -31,7 +31,7 @@ def slower(program: Program, region: Region, plans: Sequence[KernelPlan], target
     stored = sum(_bytes(v) for v in members if v.name not in region.outputs)
     without = sum(_cycles(program, v, target) for v in members)
     ours = sum(cycles(plan, target) for plan in plans)
-    if stored > target.room or ours < TIMES * without or ours - without < SAVED:
+    if stored > target.room or ours < TIMES * without or ours - without < COST:
         return None
     large = max(members, key=lambda v: v.numel)
     why = f"kernels would take {ours / without:.1f} times as long as PyTorch's own operations, by the estimate"
