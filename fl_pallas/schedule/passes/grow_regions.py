@@ -16,7 +16,7 @@ from ..build import op, substitute
 from ..dtype import itemsize
 from ..expr import Axis, Expr, Load, Op, divides, free_axes, index, load, loads, reductions, walk
 from ..program import Program, Value, depends
-from .blow_ups import ends, given_or_returned, is_blow_up, is_coupled, is_larger, serves
+from .blow_ups import ends, given_or_returned, is_blow_up, is_coupled, is_larger, is_normalised, serves
 from .epilogue import with_epilogue, with_sparing_epilogue
 from .joins import Seed, along_shared, is_long, is_outer, join, turned
 from .region import Growth, Region, Rejected
@@ -189,7 +189,7 @@ def _spares(program: Program, seed: Seed, summed: bool = False) -> bool:
 def _is_projected(program: Program, seed: Seed) -> bool:
     """Whether the seed is a product of matrices, and a layer makes other features of each pair's (the mean of outer
     products): products that no kernel takes together, and PyTorch's are as good by themselves."""
-    if not is_long(seed.value) or is_coupled(program, seed.value):
+    if not is_long(seed.value) or is_coupled(program, seed.value) or is_normalised(program, seed):
         return False
     made = (program.by_name[m] for m in seed.large - {seed.value.name})
     return any(v.expr is not None and reductions(v.expr) and has_weight(program, v) for v in made)
