@@ -47,6 +47,21 @@ def test_products_are_pytorchs(fn: Callable, inputs: list[Tensor], wanted: bool)
     assert found.kernel_count == 0
 
 
+def rows_behind(a: Tensor, b: Tensor, w: Tensor) -> Tensor:
+    """Attention along the rows of what the outer products make."""
+    z = F.layer_norm(outer_products(a, b, w), w.shape[-1:])
+    return z + (z @ z.mT).softmax(-1) @ z
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_attention_behind_them_is_fused(wanted: bool) -> None:
+    """Pairs are what both are about, and only the one is left."""
+    inputs = (t.bfloat16().requires_grad_(wanted) for t in alignment(64, 256, 16))
+    forward, *_ = explain(rows_behind, *inputs).graphs
+    assert len(forward.kernels) == 1 and forward.schedule is not None
+    assert any("quicker by themselves" in r.why for r in forward.schedule.rejected)
+
+
 @pytest.mark.parametrize("fn, inputs", [(triangle, (20, 8)), (outer_products, (5, 20, 8))])
 def test_gradients(fn: Callable, inputs: tuple[int, ...], device: torch.device) -> None:
     made = (edges if fn is triangle else alignment)(*inputs, device=device)

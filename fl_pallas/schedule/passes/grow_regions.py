@@ -53,6 +53,11 @@ def grow_regions(program: Program) -> Growth:
     for seed in chosen:
         blocker = _grow(program, seed)
         free = _narrowed(program, seed) if blocker else None
+        if (layer := _projected(program, seed)) is not None:
+            if seed.value.numel > given:
+                nbytes = seed.value.numel * itemsize(seed.value.dtype)
+                rejected.append(Rejected(seed.value, layer, PROJECTED, nbytes))
+            continue
         tried.append((free, None) if free else (seed, blocker))
     products = [seed for seed, why in tried if why is None and not is_outer(seed.value)]
     tried = [(seed, why) for seed, why in tried if not _is_led_into(program, seed, products)]
@@ -96,8 +101,8 @@ def grow_regions(program: Program) -> Growth:
         if blocker is None:
             grown.append(seed)
         elif seed.rows and seed.cols and (blocker[1] is not RETURNED or seed.value.numel > given):
-            v, why = seed.value, PROJECTED if _is_projected(program, seed) else blocker[1]
-            rejected.append(Rejected(v, blocker[0], why, v.numel * itemsize(v.dtype)))
+            v = seed.value
+            rejected.append(Rejected(v, blocker[0], blocker[1], v.numel * itemsize(v.dtype)))
     groups = _united(program, _merge(grown))
     place = {v.name: n for n, v in enumerate(program.values)}
     taken = set().union(*(members for members, _ in groups))
@@ -179,20 +184,20 @@ def _spares(program: Program, seed: Seed, summed: bool = False) -> bool:
     Args:
       summed: whether it has been, before PyTorch reads it (the features of a pair's bound, which pages are chosen by).
     """
-    if _is_projected(program, seed):
-        return False
     returned = {root_of(program, n) for n in program.outputs} & seed.large
     summed |= bool(returned) and max(program.by_name[n].numel for n in returned) < seed.value.numel
     return bool(seed.large < seed.members.keys() or summed) and _close(program, seed) is None
 
 
-def _is_projected(program: Program, seed: Seed) -> bool:
-    """Whether the seed is a product of matrices, and a layer makes other features of each pair's (the mean of outer
-    products): products that no kernel takes together, and PyTorch's are as good by themselves."""
+def _projected(program: Program, seed: Seed) -> Value | None:
+    """The layer that makes other features of each pair's, where the seed is a product of matrices (the mean of outer
+    products): no kernel takes both together, PyTorch's are as good by themselves, and what follows is of pairs as well.
+    """
     if not is_long(seed.value) or is_coupled(program, seed.value) or is_normalised(program, seed):
-        return False
+        return None
     made = (program.by_name[m] for m in seed.large - {seed.value.name})
-    return any(v.expr is not None and reductions(v.expr) and has_weight(program, v) for v in made)
+    layers = (v for v in made if is_long(v) and has_weight(program, v))
+    return min(layers, key=lambda v: program.places[v.name], default=None)
 
 
 def _ended(program: Program, seed: Seed, blocker: str) -> Seed:
