@@ -38,7 +38,7 @@ REPEATS = 4
 THINNED = {
     "test_scheduled": 40,
     "test_end_to_end": 8,
-    "test_fused_short": 12,
+    "test_fused_short": 16,
     "test_as_the_program": 8,
     "test_decode": 8,
     "test_streamed_in_any_tiles": 8,
@@ -51,7 +51,7 @@ THINNED = {
     "test_far_from_the_origin": 4,
     "test_either_way_is_right": 4,
     "test_positions_are_exact": 4,
-    "test_gradients": 7,
+    "test_gradients": 9,
     "test_gradients_go_where_pytorchs_do": 4,
     "test_finite_differences": 8,
     "test_what_is_stored_serves_all_gradients": 4,
@@ -121,6 +121,8 @@ THINNED = {
     "test_scores_round_alike_where_they_are_compared": 2,
     "test_positions_that_are_data_compile": 2,
     "test_both_hops_are_fused": 2,
+    "test_decays_fuse_however_short": 3,
+    "test_products_are_pytorchs": 2,
     "test_tokens_that_are_not_rotated_need_no_kernels_of_their_own": 2,
 }
 """Of the cases of these tests one in so many runs on a CPU, and at least one; all with --every-case."""
