@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .dtype import itemsize
-from .expr import Axis, Expr, Op, Reduce, free_axes, loads, walk
+from .expr import Expr, Op, Reduce, free_axes, loads, walk
 from .passes.region import Region
+from .passes.unfused import moved, nbytes
+from .passes.weigh import volume
 from .pipeline import Schedule
 from .plan import Accumulator, KernelPlan
-from .program import Program, Value
+from .program import Program
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ def fused_costs(schedule: Schedule) -> list[Cost]:
     """Of the kernels of each region: each reads every operand once, and writes what it stores once; every distinct node
     of their expressions is evaluated once per index of its axes. Skipped tiles are not accounted for."""
     every = (s for plans in schedule.kernels for plan in plans for s in plan.stores)
-    sizes = {v.name: _bytes(v) for v in (*schedule.program.facts, *schedule.program.values)}
+    sizes = {v.name: nbytes(v) for v in (*schedule.program.facts, *schedule.program.values)}
     sizes |= {s.name: math.prod(s.shape) * itemsize(s.dtype) for s in every}
     return [_fused(plans, region, sizes) for region, plans in zip(schedule.regions, schedule.kernels, strict=True)]
 
@@ -46,7 +48,7 @@ def _fused(plans: Sequence[KernelPlan], region: Region, sizes: Mapping[str, int]
             for step in loop.steps:
                 if isinstance(step, Accumulator):
                     nodes.update(walk(step.update))
-                    contracted += _volume(free_axes(step.update))
+                    contracted += volume(free_axes(step.update))
         nodes.update(n for s in plan.stores for n in walk(s.expr))
         sources = {n.source for e in nodes for n in loads(e)}
         read = sum(sizes[s] for s in sources)
@@ -61,22 +63,13 @@ def unfused_cost(program: Program, region: Region) -> Cost:
     for name in region.members:
         v = program.by_name[name]
         assert v.expr is not None
-        moved = _bytes(v) + sum(_bytes(program.by_name[r]) for r in v.reads)
-        total = total + Cost(sum(_node_flops(n) for n in walk(v.expr)), moved, _bytes(v))
+        total = total + Cost(sum(_node_flops(n) for n in walk(v.expr)), moved(program, v), nbytes(v))
     return total
 
 
 def _node_flops(n: Expr) -> int:
     if isinstance(n, Reduce):
-        return _volume(free_axes(n.body))
+        return volume(free_axes(n.body))
     if isinstance(n, Op) and n.dtype in ("f16", "bf16", "f32", "f64"):
-        return _volume(free_axes(n))
+        return volume(free_axes(n))
     return 0
-
-
-def _volume(axes: frozenset[Axis]) -> int:
-    return math.prod(a.extent for a in axes)
-
-
-def _bytes(v: Value) -> int:
-    return v.numel * itemsize(v.dtype)

@@ -52,12 +52,12 @@ def grow_regions(program: Program) -> Growth:
     given = max((v.numel for v in program.values if v.op == "input"), default=0)
     for seed in chosen:
         blocker = _grow(program, seed)
-        free = _narrowed(program, seed) if blocker else None
         if (layer := _projected(program, seed)) is not None:
             if seed.value.numel > given:
                 nbytes = seed.value.numel * itemsize(seed.value.dtype)
                 rejected.append(Rejected(seed.value, layer, PROJECTED, nbytes))
             continue
+        free = _narrowed(program, seed) if blocker else None
         tried.append((free, None) if free else (seed, blocker))
     products = [seed for seed, why in tried if why is None and not is_outer(seed.value)]
     tried = [(seed, why) for seed, why in tried if not _is_led_into(program, seed, products)]

@@ -6,17 +6,16 @@ element (a batch of products, normed along the batch). An estimate of the kernel
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from ..dtype import is_float, itemsize
-from ..expr import Axis, Expr, Op, Reduce, free_axes, loads, walk
+from ..expr import Expr, Op, Reduce, free_axes, loads, walk
 from ..plan import KernelPlan
 from ..program import Program, Value
 from ..target import Target
 from .region import Region, Rejected
 from .registers import COSTLY
-from .weigh import ISSUED, LAUNCH, MOVED, MULTIPLIED, POWERS, cycles
+from .weigh import ISSUED, LAUNCH, MOVED, MULTIPLIED, POWERS, cycles, volume
 
 # How many times as long kernels may take as PyTorch without any fusion (Inductor takes less, and more memory), and the
 # least cycles that this has to cost (50 us).
@@ -28,14 +27,14 @@ SLOWER_IN_32 = 16
 def slower(program: Program, region: Region, plans: Sequence[KernelPlan], target: Target) -> Rejected | None:
     """Why kernels are not to compute a region, if there is room for all that PyTorch makes on the way; else None."""
     members = [v for m in region.members if not (v := program.by_name[m]).is_view]
-    stored = sum(_bytes(v) for v in members if v.name not in region.outputs)
+    stored = sum(nbytes(v) for v in members if v.name not in region.outputs)
     without = sum(_cycles(program, v, target) for v in members)
     ours = sum(cycles(plan, target) for plan in plans)
     if stored > target.room or ours < TIMES * without or ours - without < COST:
         return None
     large = max(members, key=lambda v: v.numel)
     why = f"kernels would take {ours / without:.1f} times as long as PyTorch's own operations, by the estimate"
-    return Rejected(large, large, why, _bytes(large))
+    return Rejected(large, large, why, nbytes(large))
 
 
 def _cycles(program: Program, v: Value, target: Target) -> float:
@@ -44,20 +43,29 @@ def _cycles(program: Program, v: Value, target: Target) -> float:
     nodes = {*walk(v.expr)}
     multiplied = {_body(n) for n in nodes if isinstance(n, Reduce) and _is_product(n)}
     work = sum(map(_work, nodes - multiplied)) / target.processors
-    moved = _bytes(v) + sum(_bytes(program.by_name[r]) for r in v.reads)
-    return max(work, moved / MOVED) + LAUNCH
+    return max(work, moved(program, v) / MOVED) + LAUNCH
+
+
+def moved(program: Program, v: Value) -> int:
+    """Bytes that a kernel for one value reads and writes."""
+    return nbytes(v) + sum(nbytes(program.by_name[r]) for r in v.reads)
+
+
+def nbytes(v: Value) -> int:
+    """The size of a value."""
+    return v.numel * itemsize(v.dtype)
 
 
 def _work(n: Expr) -> float:
     """Cycles of one processor for a node, at every index of its axes."""
     if isinstance(n, Reduce):
-        count = _volume(free_axes(n.body))
+        count = volume(free_axes(n.body))
         if not _is_product(n):
             return count / ISSUED
         sides = max((itemsize(m.dtype) for m in loads(n.body)), default=4)
         return 2 * count / MULTIPLIED * (SLOWER_IN_32 if sides > 2 else 1)
     if isinstance(n, Op) and is_float(n.dtype):
-        return _volume(free_axes(n)) / (POWERS if n.name in COSTLY else ISSUED)
+        return volume(free_axes(n)) / (POWERS if n.name in COSTLY else ISSUED)
     return 0
 
 
@@ -74,11 +82,3 @@ def _body(r: Reduce) -> Expr:
     while isinstance(body, Op) and body.name == "cast":
         body = body.args[0]
     return body
-
-
-def _volume(axes: frozenset[Axis]) -> int:
-    return math.prod(a.extent for a in axes)
-
-
-def _bytes(v: Value) -> int:
-    return v.numel * itemsize(v.dtype)

@@ -83,13 +83,13 @@ def _cycles(plan: KernelPlan, target: Target, once: bool) -> float:
             wide = _wide(plan, free_axes(e))
             if axis is not None and is_product_of_loop(e, axis, wide):
                 multiplies = True
-                count = _volume(free_axes(e)) * _programs(plan, free_axes(e))
+                count = volume(free_axes(e)) * _programs(plan, free_axes(e))
                 shifted = as_shifted(e, axis, wide) if as_product(e, axis, wide) is None else None
                 work += 2 * (1 if shifted is None else _wider(plan, shifted)) * count * _products(plan, e) / MULTIPLIED
         times, products = evaluated(plan, updates, axis)
         multiplies |= bool(products)
         for n, count in times.items():
-            count = min(count, _volume(free_axes(n))) if once else count
+            count = min(count, volume(free_axes(n))) if once else count
             if isinstance(n, Reduce):
                 work += count * _reduced(plan, n, n in products)
             elif isinstance(n, Load):
@@ -128,7 +128,7 @@ def evaluated(plan: KernelPlan, exprs: Sequence[Expr], axis: Axis | None) -> tup
             return
         seen.add((e, steps))
         again = math.prod(a.extent for a in steps if a not in own)
-        found[e] = found.get(e, 0) + _volume(own) * again * _programs(plan, own)
+        found[e] = found.get(e, 0) + volume(own) * again * _programs(plan, own)
         if not isinstance(e, Reduce):
             for c in children(e):
                 visit(c, steps)
@@ -226,7 +226,7 @@ def _programs(plan: KernelPlan, axes: frozenset[Axis]) -> int:
     return math.prod(-(-a.extent // tiles.get(a, a.extent)) for a in others)
 
 
-def _volume(axes: Iterable[Axis]) -> int:
+def volume(axes: Iterable[Axis]) -> int:
     return math.prod(a.extent for a in axes)
 
 
@@ -240,13 +240,13 @@ def _bytes(plan: KernelPlan) -> int:
 
 def _read(n: Load) -> int:
     """Elements that a load takes, each counted once."""
-    return min(_volume(free_axes(n)), math.prod(map(_reach, n.index)))
+    return min(volume(free_axes(n)), math.prod(map(_reach, n.index)))
 
 
 def _reach(i: Expr) -> int:
     """How many places an index may take, at most: positions j - i are as many as both axes have together."""
     terms, _ = linear(i)
     apart = (
-        (abs(k), _volume(free_axes(t)) if loads(t) else sum(a.extent for a in free_axes(t))) for t, k in terms.items()
+        (abs(k), volume(free_axes(t)) if loads(t) else sum(a.extent for a in free_axes(t))) for t, k in terms.items()
     )
-    return max(1, min(_volume(free_axes(i)), sum(k * n for k, n in apart)))
+    return max(1, min(volume(free_axes(i)), sum(k * n for k, n in apart)))
