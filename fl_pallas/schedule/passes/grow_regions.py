@@ -9,11 +9,11 @@ one of the two sides, backward over what would be as large (masks, biases) or co
 from __future__ import annotations
 
 import functools
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from ..build import op, substitute
-from ..dtype import itemsize
+from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Load, Op, divides, free_axes, index, load, loads, reductions, walk
 from ..program import Program, Value, depends
 from .blow_ups import ends, given_or_returned, is_blow_up, is_coupled, is_larger, is_normalised, serves
@@ -96,6 +96,8 @@ def grow_regions(program: Program) -> Growth:
                     why = f"{blocker[1]}; a kernel stores what it reads"
                     rejected.append(Rejected(read, blocker[0], why, read.numel * itemsize(read.dtype), fused=True))
                 blocker = None
+        if blocker is None and not {root_of(program, n) for n in program.outputs} & seed.large:
+            _end_before_projections(program, seed, set[str]().union(*(other.large for other, _ in tried)))
         if blocker is None and _is_iterated(program, seed, given):
             continue
         if blocker is None:
@@ -192,10 +194,15 @@ def _spares(program: Program, seed: Seed, summed: bool = False) -> bool:
 def _projected(program: Program, seed: Seed) -> Value | None:
     """The layer that makes other features of each pair's, where the seed is a product of matrices (the mean of outer
     products): no kernel takes both together, PyTorch's are as good by themselves, and what follows is of pairs as well.
+
+    So it is where pairs are put together of tokens, and products of two of them follow (triangles' edges).
     """
-    if not is_long(seed.value) or is_coupled(program, seed.value) or is_normalised(program, seed):
+    made = [program.by_name[m] for m in seed.large - {seed.value.name}]
+    if is_outer(seed.value):
+        if not any(is_long(v) and len(seed.large.intersection(v.reads)) > 1 and join(program, v) for v in made):
+            return None
+    elif not is_long(seed.value) or is_coupled(program, seed.value) or is_normalised(program, seed):
         return None
-    made = (program.by_name[m] for m in seed.large - {seed.value.name})
     layers = (v for v in made if is_long(v) and has_weight(program, v))
     return min(layers, key=lambda v: program.places[v.name], default=None)
 
@@ -207,13 +214,16 @@ def _ended(program: Program, seed: Seed, blocker: str) -> Seed:
     return replace(seed, members=members, sides={m: seed.sides[m] for m in members}, large=seed.large & members.keys())
 
 
-def _end_before_projections(program: Program, seed: Seed) -> None:
-    """Leave out of a region, of which something large is returned, what products with weights make of large values
-    that together are no larger than the result, if all that is returned comes from these: storing the one or the
-    others is as good.
+def _end_before_projections(program: Program, seed: Seed, pairs: Set[str] | None = None) -> None:
+    """Leave out of a region what products with weights make of large values that together are no larger than the
+    result, if all that is returned comes from these: storing the one or the others is as good.
 
     So a bias's gradient is stored, and a gate's, and that of the pairs and the weights from which linear layers made
     them are PyTorch's.
+
+    Args:
+      pairs: where nothing large is returned, what regions compute; the rest, from which layers made biases, PyTorch
+        has in memory, and reads it again beside what is left out.
     """
     returned = {root_of(program, n) for n in program.outputs} & seed.large
     large = [v for v in program.values if v.name in seed.large and v.name != seed.value.name]
@@ -223,13 +233,15 @@ def _end_before_projections(program: Program, seed: Seed) -> None:
         if v.expr is not None and reductions(v.expr) and has_weight(program, v) and len(stored) == 1:
             made.append((v, stored[0]))
     for way in ([pair] for pair in made):
-        if _ends_before(program, seed, way, returned):
+        if _ends_before(program, seed, way, returned, pairs):
             return
     if len(made) > 1:
-        _ends_before(program, seed, made, returned)
+        _ends_before(program, seed, made, returned, pairs)
 
 
-def _ends_before(program: Program, seed: Seed, made: list[tuple[Value, Value]], returned: set[str]) -> bool:
+def _ends_before(
+    program: Program, seed: Seed, made: list[tuple[Value, Value]], returned: set[str], pairs: Set[str] | None
+) -> bool:
     """Leave out of a region products, beside the values that they are made of, and what follows them, if all that is
     returned does, and nothing that stays reads any of it."""
     kept = {stored.name: stored for _, stored in made}
@@ -242,12 +254,29 @@ def _ends_before(program: Program, seed: Seed, made: list[tuple[Value, Value]], 
     small = sum(k.numel for k in kept.values()) <= max(v.numel for v, _ in made)
     if not small or not returned <= after or not others <= kept.keys() or kept.keys() & after:
         return False
+    if pairs is not None and not _is_of_memory(program, seed, after, kept, pairs):
+        return False
     for name in after:
         del seed.members[name]
     seed.large -= after
     for name in seed.members.keys() - _between(program, seed):
         del seed.members[name]
     return True
+
+
+def _is_of_memory(program: Program, seed: Seed, after: Set[str], kept: Mapping[str, Value], pairs: Set[str]) -> bool:
+    """Whether what follows is no attention of the region's: all products of its large values are with weights, or with
+    what is in memory in any case, and as large as what would be stored (pairs that a layer made a bias of)."""
+    size, met = min(k.numel for k in kept.values()), False
+    for v in (program.by_name[name] for name in after):
+        if v.expr is None or not reductions(v.expr) or seed.large.isdisjoint(v.reads):
+            continue
+        others = (program.by_name[root_of(program, r)] for r in v.reads if r not in after | kept.keys())
+        large = {o.name: o.numel >= size for o in others if is_float(o.dtype)}
+        if large and not any(large.values()) and not has_weight(program, v):
+            return False
+        met |= any(large[name] and name not in pairs for name in large)
+    return met
 
 
 def _between(program: Program, seed: Seed) -> set[str]:
