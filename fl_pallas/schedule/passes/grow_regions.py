@@ -18,7 +18,7 @@ from ..expr import Axis, Expr, Load, Op, divides, free_axes, index, load, loads,
 from ..program import Program, Value, depends
 from .blow_ups import ends, given_or_returned, is_blow_up, is_coupled, is_larger, is_normalised, serves
 from .epilogue import with_epilogue, with_sparing_epilogue
-from .joins import Seed, along_shared, is_long, is_outer, join, turned
+from .joins import Seed, along_shared, axes_of, is_long, is_outer, join, turned
 from .region import Growth, Region, Rejected
 from .resolve_views import inline_load, root_of
 from .surround import AllSides, uses_division, with_prologue
@@ -59,7 +59,8 @@ def grow_regions(program: Program) -> Growth:
             continue
         free = _narrowed(program, seed) if blocker else None
         tried.append((free, None) if free else (seed, blocker))
-    products = [seed for seed, why in tried if why is None and not is_outer(seed.value)]
+    tried = _up_to_layers(program, tried)
+    products = [seed for seed, why in tried if why is None and not _is_of_layers(program, seed)]
     tried = [(seed, why) for seed, why in tried if not _is_led_into(program, seed, products)]
     covered: set[str] = set()
     for seed, blocker in tried:
@@ -133,6 +134,34 @@ def _narrowed(program: Program, seed: Seed) -> Seed | None:
     narrow += [(frozenset((a,)), seed.cols) for a in seed.rows if len(seed.rows) > 1]
     found = [s for s in (Seed(seed.value, *sides) for sides in narrow) if _grow(program, s) is None]
     return min(found, key=lambda s: len(s.large), default=None)
+
+
+def _up_to_layers(program: Program, tried: list[tuple[Seed, Blocker | None]]) -> list[tuple[Seed, Blocker | None]]:
+    """The seeds, grown, without the large values of another whose join waits for a layer of what they reduce to.
+
+    So scores of a layer are stored for the next one's, which they are added to, and a layer's part of the gradient of a
+    bias that all of them share is where another's is added.
+    """
+    barred: list[set[str]] = []
+    for seed, _ in tried:
+        later = (s for s, _ in tried if s is not seed and not seed.large.isdisjoint(s.large))
+        barred.append(set[str]().union(*(s.large for s in later if _waits(program, s.value, seed))))
+    return [
+        (seed, _grow(program, seed, names) if names else why) for (seed, why), names in zip(tried, barred, strict=True)
+    ]
+
+
+def _waits(program: Program, v: Value, seed: Seed) -> bool:
+    """Whether a join depends on a product with a weight, or what has no expression, of what a region reduces."""
+    if v.name in seed.large or not depends(program, {v.name}, seed.large):
+        return False
+    between = (u for u in program.values if u.name not in seed.large and depends(program, {v.name}, {u.name}))
+    return any(_is_layers(program, u) and depends(program, {u.name}, seed.large) for u in between)
+
+
+def _is_layers(program: Program, v: Value) -> bool:
+    """Whether a value is PyTorch's, or the product with a weight of either pass."""
+    return v.expr is None or v.projection or bool(reductions(v.expr)) and has_weight(program, v)
 
 
 def _leaves_pairs(program: Program, left: set[str]) -> bool:
@@ -266,16 +295,21 @@ def _ends_before(
 
 def _is_of_memory(program: Program, seed: Seed, after: Set[str], kept: Mapping[str, Value], pairs: Set[str]) -> bool:
     """Whether what follows is no attention of the region's: all products of its large values are with weights, or with
-    what is in memory in any case, and as large as what would be stored (pairs that a layer made a bias of)."""
+    what is in memory in any case, and has pairs as well, or is as large (those that a layer made a bias of)."""
     size, met = min(k.numel for k in kept.values()), False
     for v in (program.by_name[name] for name in after):
         if v.expr is None or not reductions(v.expr) or seed.large.isdisjoint(v.reads):
             continue
-        others = (program.by_name[root_of(program, r)] for r in v.reads if r not in after | kept.keys())
-        large = {o.name: o.numel >= size for o in others if is_float(o.dtype)}
-        if large and not any(large.values()) and not has_weight(program, v):
+        read = [n for n in loads(v.expr) if n.source in seed.large]
+        sides = [
+            frozenset[Axis]().union(*(_indexing(n, program.by_name[n.source], seed.sides[n.source][k]) for n in read))
+            for k in (0, 1)
+        ]
+        others = [n for n in loads(v.expr) if root_of(program, n.source) not in after | kept.keys()]
+        large = [n for n in others if all(own & axes_of(n) for own in sides) or program.by_name[n.source].numel >= size]
+        if not large and any(is_float(n.dtype) for n in others) and not has_weight(program, v):
             return False
-        met |= any(large[name] and name not in pairs for name in large)
+        met |= any(root_of(program, n.source) not in pairs for n in large)
     return met
 
 
@@ -318,18 +352,18 @@ def _covers(program: Program, seed: Seed, other: Seed) -> bool:
 
 
 def _is_led_into(program: Program, seed: Seed, products: list[Seed]) -> bool:
-    """Whether `seed`, of tensors put together element by element, comes that way to large values of products, and to
-    nothing else: their regions take it like a mask, each by itself.
+    """Whether `seed`, of tensors put together element by element or of a layer, comes that way to large values of
+    products, and to nothing else: their regions take it like a mask, each by itself.
 
-    So does a bias of a table and of padding, which several layers add.
+    So does a bias of a table and of padding, which several layers add, or one that a layer makes of pairs' features.
     """
-    if not is_outer(seed.value):
+    if not _is_of_layers(program, seed):
         return False
     large = set[str]().union(*(s.large for s in products))
     stack, met = [seed.value.name], False
     while stack:
         name = stack.pop()
-        if name in program.outputs:
+        if name in program.outputs and name not in program.saved:
             return False
         for u in (program.by_name[user] for user in program.users[name]):
             if u.expr is None or reductions(u.expr):
@@ -339,6 +373,11 @@ def _is_led_into(program: Program, seed: Seed, products: list[Seed]) -> bool:
             else:
                 stack.append(u.name)
     return met
+
+
+def _is_of_layers(program: Program, seed: Seed) -> bool:
+    """Whether a seed multiplies no tokens by each other: outer, or a product with a weight."""
+    return is_outer(seed.value) or has_weight(program, seed.value)
 
 
 def _add_member(program: Program, v: Value, seed: Seed) -> bool:
@@ -402,8 +441,8 @@ def _indexing(node: Load, v: Value, side: frozenset[Axis]) -> frozenset[Axis]:
     return frozenset().union(*(free_axes(i) for a, i in zip(v.axes, node.index, strict=True) if a in side))
 
 
-def _grow(program: Program, seed: Seed) -> Blocker | None:
-    """Fill `seed.members`; or the value that blocks it and why."""
+def _grow(program: Program, seed: Seed, barred: Set[str] = frozenset()) -> Blocker | None:
+    """Fill `seed.members`, with none that is barred; or the value that blocks it and why."""
     v = seed.value
     seed.members = {v.name: replace(v, expr=load(v.name, tuple(map(index, v.axes)), v.dtype))}
     seed.sides = {v.name: (seed.rows, seed.cols)}
@@ -411,7 +450,7 @@ def _grow(program: Program, seed: Seed) -> Blocker | None:
     large = seed.large = {v.name}
     blocker: Blocker | None = None
     for v in program.values:
-        if v.name in seed.members or not seed.members.keys() & set(v.reads):
+        if v.name in seed.members or v.name in barred or not seed.members.keys() & set(v.reads):
             continue
         if v.expr is None:
             blocking = large.intersection(root_of(program, r) for r in v.reads)
