@@ -300,17 +300,26 @@ def _is_of_memory(program: Program, seed: Seed, after: Set[str], kept: Mapping[s
     for v in (program.by_name[name] for name in after):
         if v.expr is None or not reductions(v.expr) or seed.large.isdisjoint(v.reads):
             continue
-        read = [n for n in loads(v.expr) if n.source in seed.large]
-        sides = [
-            frozenset[Axis]().union(*(_indexing(n, program.by_name[n.source], seed.sides[n.source][k]) for n in read))
-            for k in (0, 1)
-        ]
         others = [n for n in loads(v.expr) if root_of(program, n.source) not in after | kept.keys()]
-        large = [n for n in others if all(own & axes_of(n) for own in sides) or program.by_name[n.source].numel >= size]
+        others = [n for n in others if n.dtype != "bool"]
+        large = [n for n in others if _has_pairs(program, n, v, seed) or program.by_name[n.source].numel >= size]
         if not large and any(is_float(n.dtype) for n in others) and not has_weight(program, v):
             return False
         met |= any(root_of(program, n.source) not in pairs for n in large)
     return met
+
+
+def _has_pairs(program: Program, node: Load, v: Value, seed: Seed) -> bool:
+    """Whether a load has what the large values that `v` loads have of rows and of columns; of a dimension that both
+    were flattened to, all."""
+    assert v.expr is not None
+    read = [n for n in loads(v.expr) if n.source in seed.large]
+    rows, cols = (
+        frozenset[Axis]().union(*(_indexing(n, program.by_name[n.source], seed.sides[n.source][k]) for n in read))
+        for k in (0, 1)
+    )
+    own = axes_of(node)
+    return rows | cols <= own if rows & cols else bool(rows & own and cols & own)
 
 
 def _between(program: Program, seed: Seed) -> set[str]:
@@ -344,22 +353,32 @@ def _covers(program: Program, seed: Seed, other: Seed) -> bool:
     What `other` reduces by itself, before that, asks for a region of its own.
     """
     met = seed.large & other.large
-    if not any(all(side & own for own in seed.sides[m]) for m in met for side in other.sides[m]):
+    if not any(_are_along_one(seed, other, m) for m in met):
         return False
     apart = (program.by_name[m] for m in other.members.keys() - seed.members.keys())
     alone = {v.name for v in apart if v.expr is not None and reductions(v.expr)}
     return all(depends(program, {m}, {seed.value.name}) for m in alone)
 
 
+def _are_along_one(seed: Seed, other: Seed, name: str) -> bool:
+    """Whether a large value of both has both sides of `seed` along one side of `other`."""
+    return any(all(side & own for own in seed.sides[name]) for side in other.sides[name])
+
+
 def _is_led_into(program: Program, seed: Seed, products: list[Seed]) -> bool:
     """Whether `seed`, of tensors put together element by element or of a layer, comes that way to large values of
     products, and to nothing else: their regions take it like a mask, each by itself.
 
-    So does a bias of a table and of padding, which several layers add, or one that a layer makes of pairs' features.
+    So does a bias of a table and of padding, which several layers add, or one that a layer makes of features of theirs
+    (pairs, which the product with its weight has along one side).
     """
     if not _is_of_layers(program, seed):
         return False
     large = set[str]().union(*(s.large for s in products))
+    if not is_outer(seed.value):
+        shared = ((s, name) for s in products for name in s.large & seed.large)
+        if seed.value.name in large or not all(_are_along_one(s, seed, name) for s, name in shared):
+            return False
     stack, met = [seed.value.name], False
     while stack:
         name = stack.pop()
