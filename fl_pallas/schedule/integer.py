@@ -95,9 +95,16 @@ def linear(e: Expr) -> Linear:
 
 
 def from_linear(lin: Linear, dtype: str) -> Expr:
-    """Rebuild an expression from its linear form, joining n·(x // n) + x % n to x."""
+    """Rebuild an expression from its linear form, joining n·(x // n) + x % n to x, and m·((x // m + c) % n) + x % m to
+    (x + c·m) % (m·n): a matrix that is padded, and viewed by other rows twice."""
     terms, c = dict(lin[0]), lin[1]
     for atom in list(terms):
+        if (joined := _joined(atom, terms)) is not None:
+            high, whole = joined
+            k = terms.pop(atom)
+            del terms[high]
+            terms[whole] = terms.get(whole, 0) + k
+            return from_linear(({t: v for t, v in terms.items() if v}, c), dtype)
         if isinstance(atom, Op) and atom.name == "mod" and atom in terms:
             quotient = raw_op("floordiv", atom.args, atom.dtype)
             n, k = atom.args[1], terms[atom]
@@ -118,6 +125,21 @@ def from_linear(lin: Linear, dtype: str) -> Expr:
     if out is None:
         return const(c, dtype)
     return raw_op("add" if c > 0 else "sub", (out, const(abs(c), dtype)), dtype) if c else out
+
+
+def _joined(low: Expr, terms: Mapping[Expr, int]) -> tuple[Expr, Expr] | None:
+    """(x // m + c) % n, among `terms` m times as often as x % m is, and (x + c·m) % (m·n)."""
+    if not isinstance(low, Op) or low.name != "mod" or not isinstance(low.args[1], Const):
+        return None
+    (x, m), times = low.args, int(low.args[1].value)
+    for high, k in terms.items():
+        if isinstance(high, Op) and high.name == "mod" and k == terms[low] * times and isinstance(high.args[1], Const):
+            quotients, c = linear(high.args[0])
+            if quotients == {raw_op("floordiv", (x, m), low.dtype): 1}:
+                inner, more = linear(x)
+                moved = from_linear((inner, more + c * times), low.dtype)
+                return high, mod(moved, times * int(high.args[1].value), low.dtype)
+    return None
 
 
 def linear_bounds(lin: Linear, facts: tuple[Linear, ...] = ()) -> Bounds:
@@ -185,14 +207,25 @@ def floordiv(a: Expr, n: int, dtype: str, facts: tuple[Linear, ...] = ()) -> Exp
     if (apart := _apart((rest, c % n), n, facts)) is not None:
         step, coarse, _ = apart
         quotient = floordiv(from_linear(coarse, dtype), n // step, dtype, facts)
-    elif isinstance(inner, Op) and inner.name == "floordiv" and isinstance(inner.args[1], Const):
-        quotient = floordiv(inner.args[0], int(inner.args[1].value) * n, dtype)
+    elif (finer := _finer(rest)) is not None:
+        x, m = finer
+        inner, more = linear(x)
+        quotient = floordiv(from_linear((inner, more + c % n * m), dtype), m * n, dtype, facts)
     else:
         quotient = raw_op("floordiv", (inner, const(n, dtype)), dtype)
     out, oc = linear(quotient)
     for t, k in out.items():
         whole[t] = whole.get(t, 0) + k
     return from_linear(({t: k for t, k in whole.items() if k}, c // n + oc), dtype)
+
+
+def _finer(terms: Mapping[Expr, int]) -> tuple[Expr, int] | None:
+    """x and m if a form is x // m, beside a constant: (x // m + c) // n is (x + c·m) // (m·n)."""
+    ((quotient, k),) = terms.items() if len(terms) == 1 else ((None, 0),)
+    if k != 1 or not isinstance(quotient, Op) or quotient.name != "floordiv":
+        return None
+    x, m = quotient.args
+    return (x, int(m.value)) if isinstance(m, Const) else None
 
 
 def mod(a: Expr, n: int, dtype: str, facts: tuple[Linear, ...] = ()) -> Expr:
