@@ -129,7 +129,7 @@ def _sums_at_once(pick: Choices, stores: tuple[Store, ...], target: Target) -> l
     waits for the last.)"""
     sums = {n for s in stores for n in walk(s.expr) if isinstance(n, Reduce)}
     programs = math.prod(-(-a.extent // n) for a, n in pick.tiles)
-    if programs >= target.processors or not any(is_sequential(r, pick.tiled) for r in sums):
+    if not pick.tiles or programs >= target.processors or not any(is_sequential(r, pick.tiled) for r in sums):
         return []
     longest = max(power_of_two(r.axis.extent) for r in sums)
     if longest > MAX_WHOLE or any(is_matrix_product(r.body, r.axis, pick.tiled | {r.axis}) for r in sums):

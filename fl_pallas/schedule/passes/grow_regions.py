@@ -144,24 +144,23 @@ def _up_to_layers(program: Program, tried: list[tuple[Seed, Blocker | None]]) ->
     """
     barred: list[set[str]] = []
     for seed, _ in tried:
-        later = (s for s, _ in tried if s is not seed and not seed.large.isdisjoint(s.large))
-        barred.append(set[str]().union(*(s.large for s in later if _waits(program, s.value, seed))))
+        others = (s for s, _ in tried if s is not seed and not is_outer(s.value))
+        later = (s for s in others if not seed.large.isdisjoint(s.large) and _waits(program, s.value, seed))
+        barred.append(set[str]().union(*(s.large for s in later)))
     return [
         (seed, _grow(program, seed, names) if names else why) for (seed, why), names in zip(tried, barred, strict=True)
     ]
 
 
 def _waits(program: Program, v: Value, seed: Seed) -> bool:
-    """Whether a join depends on a product with a weight, or what has no expression, of what a region reduces."""
+    """Whether a join depends on a product with a weight of what a region reduces."""
     if v.name in seed.large or not depends(program, {v.name}, seed.large):
         return False
     between = (u for u in program.values if u.name not in seed.large and depends(program, {v.name}, {u.name}))
-    return any(_is_layers(program, u) and depends(program, {u.name}, seed.large) for u in between)
-
-
-def _is_layers(program: Program, v: Value) -> bool:
-    """Whether a value is PyTorch's, or the product with a weight of either pass."""
-    return v.expr is None or v.projection or bool(reductions(v.expr)) and has_weight(program, v)
+    layers = (
+        u for u in between if u.expr is not None and reductions(u.expr) and (u.projection or has_weight(program, u))
+    )
+    return any(depends(program, {u.name}, seed.large) for u in layers)
 
 
 def _leaves_pairs(program: Program, left: set[str]) -> bool:
