@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import sys
 from typing import Any
 
 # Seconds without anything to do, after which it ends.
 IDLE = 120
+
+
+# What an operation on vectors of integers lets LLVM assume of each element.
+_ASSUMED = re.compile(r"(= \w+)(?: (?:nuw|nsw|exact|disjoint|nneg|samesign))+(?= .*<\d+ x i\d+>)")
 
 
 def settings() -> str:
@@ -29,9 +34,28 @@ def compiled(path: str, capability: int, options: dict[str, Any]) -> Any:
     Raises: whatever Triton, LLVM, MLIR and ptxas do.
     """
     import triton
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
 
-    return triton.compile(path, target=GPUTarget("cuda", capability, 32), options=options)
+    with knobs.runtime.scope():
+        knobs.runtime.add_stages_inspection_hook = _without_assumptions  # type: ignore[assignment]
+        return triton.compile(path, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def _without_assumptions(backend: Any, stages: dict[str, Any], *of: Any) -> None:
+    """Have LLVM assume nothing of vectors of integers, in the last of its two stages."""
+    optimised = stages["llir"]
+    stages["llir"] = lambda module, metadata: unassumed(optimised(module, metadata))
+
+
+def unassumed(llir: str) -> str:
+    """LLVM IR whose vectors of integers are no longer said not to overflow.
+
+    LLVM (of Triton 3.6) puts two numbers that are shifted into one vector, and says of both that they do not overflow
+    where only one is read. Its NVPTX backend makes one number of 64 bits of them, and lets the one that does overflow,
+    and is not read, run over into the other: a row's number, and with it a mask, was another one in half of the rows.
+    """
+    return _ASSUMED.sub(r"\1", llir)
 
 
 def address(kernel: Any) -> dict[str, str]:

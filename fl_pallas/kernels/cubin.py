@@ -28,6 +28,8 @@ from .lower import Lowered
 from .processes import Ended, answer
 
 WARP = 32
+# Of `compiler.py`: what it has Triton do otherwise.
+VERSION = "fl_pallas 1: LLVM assumes nothing of vectors of integers"
 # The first PTX of a ptxas (12.9) without the errors in addresses that `is_miscompiled` tells of.
 SOUND = (8, 8)
 
@@ -159,10 +161,11 @@ def kept_kernel(address: dict[str, str]) -> Any | None:
 
 @contextlib.contextmanager
 def _file(lowered: Lowered) -> Iterator[str]:
-    """The path of a file with a kernel's IR: Triton takes it from there alone, and its cache goes by the text."""
+    """The path of a file with a kernel's IR: Triton takes it from there alone, and its cache goes by the text, which
+    says that it is not compiled as others' are."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{lowered.name}.ttir"
-        path.write_text(lowered.ttir)
+        path.write_text(f"// {VERSION}\n{lowered.ttir}")
         yield str(path)
 
 
