@@ -11,7 +11,7 @@ from functools import partial
 from ..errors import Unsupported
 from .dtype import is_float, itemsize
 from .expr import Axis, Expr, sources
-from .passes.align import align
+from .passes.align import align, beside
 from .passes.along import take_along
 from .passes.both_sides import on_both_sides
 from .passes.build_plan import build_plan
@@ -161,6 +161,7 @@ def _scheduled(
         by_distance_alone, groups = look_up_distances(groups, f"r{n}_x")
         tables = (*tables, *by_distance_alone)
         _record_each(record, "look_up", (*tables, *groups))
+        groups = beside(groups)
         kernels_of = functools.cache(partial(_made, program, region, f"r{n}", compute, shapes, target, tables))
 
         def plans_of(parts: tuple[Fused, ...], made: Callable[..., _Made] = kernels_of) -> tuple[KernelPlan, ...]:

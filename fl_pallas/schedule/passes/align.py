@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..build import op, reduce, select, substitute
 from ..dtype import is_float
-from ..expr import Axis, Const, Expr, Index, Load, Reduce, const, free_axes, index, loads
+from ..expr import Axis, Const, Expr, Index, Load, Reduce, const, free_axes, index, loads, reductions
 from ..inner import factors
 from ..integer import Linear, from_linear, linear, linear_bounds
 from .by_cases import told, under_masks
@@ -26,11 +26,11 @@ def align(fused: Fused) -> Fused:
     shifted index than by their own."""
     parallel = parallel_axes(fused)
     sums = [r for o in fused.outputs for r in streamed(o.expr, parallel)]
-    along = {(n.source, d): r.axis for r in sums for n, d, shift in _indexed(r) if shift == ({index(r.axis): 1}, 0)}
+    along = {(n.source, d): (r.axis, base) for r in sums for n, d, at in _indexed(r) if (base := _base(at, r.axis))}
     moved: dict[Expr, Expr] = {}
     for r in (r for r in sums if r.kind == "sum"):
-        found = [(n, d, shift) for n, d, shift in _indexed(r) if (n.source, d) in along]
-        shifted = [(along[n.source, d], shift) for n, d, shift in found if _is_shifted(shift)]
+        known = [(at, *along[n.source, d]) for n, d, at in _indexed(r) if (n.source, d) in along]
+        shifted = [(axis, shift) for at, axis, base in known if _is_shifted(shift := _less(at, base))]
         if shifted and 2 * len(shifted) > len(_indexed(r)) and (same := _along(r, *shifted[0])) is not None:
             moved[r] = same
     if not moved:
@@ -39,12 +39,49 @@ def align(fused: Fused) -> Fused:
     return Fused(tuple(replace(o, expr=under_masks(substitute(o.expr, {}, moved))) for o in fused.outputs))
 
 
+def beside(groups: tuple[Fused, ...]) -> tuple[Fused, ...]:
+    """The groups, those as one whose sums are of the other's scores once they are aligned: a gradient of queries in two
+    parts, of their scores with keys and with positions, which nothing in the region adds up."""
+    left, found = [*groups], list[Fused]()
+    while left:
+        first = left.pop(0)
+        for other in [o for o in left if o.outputs[0].axes == first.outputs[0].axes]:
+            both = Fused((*first.outputs, *other.outputs))
+            if not _is_of_scores(both, first) and _is_of_scores(aligned := align(both), first):
+                first = aligned
+                left.remove(other)
+        found.append(first)
+    return tuple(found)
+
+
+def _is_of_scores(both: Fused, first: Fused) -> bool:
+    """Whether all that the sums of the further outputs sum of pairs is what the first ones' reductions make."""
+    count, parallel = len(first.outputs), parallel_axes(both)
+    known = {n for o in both.outputs[:count] for n in reductions(o.expr)}
+    sums = (r for o in both.outputs[count:] for r in streamed(o.expr, parallel))
+    pairs = {n for r in sums for n in reductions(r.body) if r.axis in free_axes(n)}
+    return bool(pairs) and pairs <= known
+
+
 def _indexed(r: Reduce) -> list[tuple[Load, int, Linear]]:
     """The sides of products inside of a sum that have its axis: the load, the dimension that the axis goes along, and
     the index there."""
     sides = (n for n in loads(r.body) if is_float(n.dtype) and free_axes(n) - free_axes(r.body))
     places = ((n, d, linear(i)) for n in sides for d, i in enumerate(n.index))
     return [(n, d, at) for n, d, at in places if at[0].get(index(r.axis)) == 1]
+
+
+def _base(place: Linear, axis: Axis) -> Linear | None:
+    """What an index is beside that along an axis: nothing, or members of a batch that are laid one after another; None
+    if other positions are added to it."""
+    terms, c = place
+    others = {t: k for t, k in terms.items() if t != index(axis)}
+    return (others, c) if c == 0 and all(abs(k) > 1 for k in others.values()) else None
+
+
+def _less(a: Linear, b: Linear) -> Linear:
+    terms = {t: k for t in {**a[0], **b[0]} if (k := a[0].get(t, 0) - b[0].get(t, 0))}
+    return terms, a[1] - b[1]
 
 
 def _is_shifted(place: Linear) -> bool:
