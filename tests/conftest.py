@@ -123,6 +123,9 @@ THINNED = {
     "test_both_hops_are_fused": 2,
     "test_decays_fuse_however_short": 3,
     "test_products_are_pytorchs": 2,
+    "test_each_has_regions_of_its_own": 3,
+    "test_gradients_of_shifts": 2,
+    "test_both_attentions_are_fused": 2,
     "test_tokens_that_are_not_rotated_need_no_kernels_of_their_own": 2,
 }
 """Of the cases of these tests one in so many runs on a CPU, and at least one; all with --every-case."""

@@ -3,6 +3,7 @@ flattened axes of outputs become the axes that they were, where one of those is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
 
@@ -44,7 +45,7 @@ def _parallel_apart(fused: Fused) -> Fused:
         beside = [n for n in among if free_axes(n) - {axis} and not loads(n)]
         strides = {s for n in beside for c in n.args if (s := _beyond(c, axis))}
         found = {r for n in nodes for r in reductions(n) if axis in free_axes(r)}
-        strides |= {s for r in found for s in _quotients(r, axis)}
+        strides |= {s for r in found for s in _quotients(r, axis)} or _of_batch(fused, axis)
         axes = dimensions(axis, strides | {s for i in places if (s := _beyond(i, axis))}) if strides else [axis]
         if len(axes) > 1:
             fused = Fused(tuple(_over(o, axis, axes) for o in fused.outputs))
@@ -60,6 +61,25 @@ def _quotients(r: Reduce, axis: Axis) -> set[int]:
     if not all(isinstance(i, Op) and i.name == "floordiv" for i in found):
         return set()
     return {s for i in found if (s := _beyond(i, axis))}
+
+
+def _of_batch(fused: Fused, axis: Axis) -> set[int]:
+    """The stride of a batch that lies flattened in a result alone, and in nothing that is loaded (members and heads):
+    other kernels make what they know of a row for each member and head."""
+    reads = {n for o in fused.outputs for n in loads(o.expr) if axis in free_axes(n)}
+    found = {frozenset(s for i in n.index for s in _strides(i, axis)) for n in reads}
+    return {*next(iter(found))} - {1} if len(found) == 1 and all(len(s) == 1 for s in found) else set()
+
+
+def _strides(i: Expr, axis: Axis) -> Iterator[int]:
+    """The strides by which an index takes a flattened axis apart; 1 where it takes it as it is."""
+    if isinstance(i, Index) and i.axis == axis:
+        yield 1
+    elif (stride := _beyond(i, axis)) is not None:
+        yield stride
+    elif isinstance(i, Op):
+        for a in i.args:
+            yield from _strides(a, axis)
 
 
 def _over(o: Output, axis: Axis, axes: list[Axis]) -> Output:
