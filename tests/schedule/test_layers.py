@@ -93,9 +93,10 @@ def with_memory(q: Tensor, k: Tensor, v: Tensor, r: Tensor, u: Tensor, w: Tensor
     return scores.masked_fill(later, -math.inf).softmax(-1) @ v
 
 
-def both_ways(x: Tensor, r: Tensor, u: Tensor, w: Tensor, keep: Tensor) -> Tensor:
-    """Conformer's: x [b,n,3·h·d] of a layer, r [h,2n-1,d], keep [b,n], which hides twice."""
+def both_ways(x: Tensor, waves: Tensor, layer: Tensor, u: Tensor, w: Tensor, keep: Tensor) -> Tensor:
+    """Conformer's: x [b,n,3·h·d] of a layer, as positions are, waves [2n-1,c]; keep [b,n], which hides twice."""
     q, k, v = (heads(y) for y in x.chunk(3, -1))
+    r = heads(waves @ layer)
     b, h, n, d = q.shape
     position = F.pad((q + w) @ r.mT, (1, 0)).view(b, h, 2 * n, n)[:, :, 1:].reshape(b, h, n, 2 * n - 1)[..., :n]
     scores = ((q + u) @ k.mT + position) / math.sqrt(d)
@@ -109,7 +110,7 @@ def memory(n: int, m: int, d: int, device: torch.device | str = "cpu") -> list[T
 
 
 def tokens(n: int, d: int, device: torch.device | str = "cpu") -> list[Tensor]:
-    shapes = [(2, n, 3 * HEADS * d), (HEADS, 2 * n - 1, d), (HEADS, 1, d), (HEADS, 1, d)]
+    shapes = [(2, n, 3 * HEADS * d), (2 * n - 1, 16), (16, HEADS * d), (HEADS, 1, d), (HEADS, 1, d)]
     keep = torch.arange(n) < torch.tensor([[n], [n - 3]])
     return [*(torch.randn(*s, device=device) for s in shapes), keep.to(device)]
 
