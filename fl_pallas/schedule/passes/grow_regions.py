@@ -9,16 +9,17 @@ one of the two sides, backward over what would be as large (masks, biases) or co
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import replace
 
 from ..build import op, substitute
-from ..dtype import is_float, itemsize
+from ..dtype import itemsize
 from ..expr import Axis, Expr, Load, Op, divides, free_axes, index, load, loads, reductions, walk
 from ..program import Program, Value, depends
 from .blow_ups import ends, given_or_returned, is_blow_up, is_coupled, is_larger, is_normalised, serves
 from .epilogue import with_epilogue, with_sparing_epilogue
-from .joins import Seed, along_shared, axes_of, is_long, is_outer, join, turned
+from .joins import Seed, along_shared, is_long, is_outer, join, turned
+from .projections import enclosed, end_before_projections, indexing
 from .region import Growth, Region, Rejected
 from .resolve_views import inline_load, root_of
 from .surround import AllSides, uses_division, with_prologue
@@ -82,7 +83,7 @@ def grow_regions(program: Program) -> Growth:
         if blocker is not None and blocker[1] is RETURNED:
             if is_larger(program, seed) and _spares(program, seed):
                 # It reaches memory in any case, but once, and what the region reduces is spared.
-                _end_before_projections(program, seed)
+                end_before_projections(program, seed)
                 blocker = None
             elif not is_larger(program, seed):
                 free = next((other for other in along_shared(seed) if _grow(program, other) is None), None)
@@ -98,7 +99,7 @@ def grow_regions(program: Program) -> Growth:
                     rejected.append(Rejected(read, blocker[0], why, read.numel * itemsize(read.dtype), fused=True))
                 blocker = None
         if blocker is None and not {root_of(program, n) for n in program.outputs} & seed.large:
-            _end_before_projections(program, seed, set[str]().union(*(other.large for other, _ in tried)))
+            end_before_projections(program, seed, set[str]().union(*(other.large for other, _ in tried)))
         if blocker is None and _is_iterated(program, seed, given):
             continue
         if blocker is None:
@@ -242,109 +243,6 @@ def _ended(program: Program, seed: Seed, blocker: str) -> Seed:
     return replace(seed, members=members, sides={m: seed.sides[m] for m in members}, large=seed.large & members.keys())
 
 
-def _end_before_projections(program: Program, seed: Seed, pairs: Set[str] | None = None) -> None:
-    """Leave out of a region what products with weights make of large values that together are no larger than the
-    result, if all that is returned comes from these: storing the one or the others is as good.
-
-    So a bias's gradient is stored, and a gate's, and that of the pairs and the weights from which linear layers made
-    them are PyTorch's.
-
-    Args:
-      pairs: where nothing large is returned, what regions compute; the rest, from which layers made biases, PyTorch
-        has in memory, and reads it again beside what is left out.
-    """
-    returned = {root_of(program, n) for n in program.outputs} & seed.large
-    large = [v for v in program.values if v.name in seed.large and v.name != seed.value.name]
-    made: list[tuple[Value, Value]] = []
-    for v in large:
-        stored = [program.by_name[r] for r in v.reads if r in seed.large]
-        if v.expr is not None and reductions(v.expr) and has_weight(program, v) and len(stored) == 1:
-            made.append((v, stored[0]))
-    for way in ([pair] for pair in made):
-        if _ends_before(program, seed, way, returned, pairs):
-            return
-    if len(made) > 1:
-        _ends_before(program, seed, made, returned, pairs)
-
-
-def _ends_before(
-    program: Program, seed: Seed, made: list[tuple[Value, Value]], returned: set[str], pairs: Set[str] | None
-) -> bool:
-    """Leave out of a region products, beside the values that they are made of, and what follows them, if all that is
-    returned does, and nothing that stays reads any of it."""
-    kept = {stored.name: stored for _, stored in made}
-    meeting = (m for m in seed.members for k in kept.values() if _meets_as_large(program, program.by_name[m], k, seed))
-    after = {v.name for v, _ in made} | {*meeting}
-    for u in program.values:
-        if u.name in seed.members and after.intersection(u.reads):
-            after.add(u.name)
-    others = {r for name in after for r in program.by_name[name].reads if r in seed.large} - after
-    small = sum(k.numel for k in kept.values()) <= max(v.numel for v, _ in made)
-    if not small or not returned <= after or not others <= kept.keys() or kept.keys() & after:
-        return False
-    if pairs is not None and not _is_of_memory(program, seed, after, kept, pairs):
-        return False
-    for name in after:
-        del seed.members[name]
-    seed.large -= after
-    for name in seed.members.keys() - _between(program, seed):
-        del seed.members[name]
-    return True
-
-
-def _is_of_memory(program: Program, seed: Seed, after: Set[str], kept: Mapping[str, Value], pairs: Set[str]) -> bool:
-    """Whether what follows is no attention of the region's: all products of its large values are with weights, or with
-    what is in memory in any case, and has pairs as well, or is as large (those that a layer made a bias of)."""
-    size, met = min(k.numel for k in kept.values()), False
-    for v in (program.by_name[name] for name in after):
-        if v.expr is None or not reductions(v.expr) or seed.large.isdisjoint(v.reads):
-            continue
-        others = [n for n in loads(v.expr) if root_of(program, n.source) not in after | kept.keys()]
-        others = [n for n in others if n.dtype != "bool"]
-        large = [n for n in others if _has_pairs(program, n, v, seed) or program.by_name[n.source].numel >= size]
-        if not large and any(is_float(n.dtype) for n in others) and not has_weight(program, v):
-            return False
-        met |= any(root_of(program, n.source) not in pairs for n in large)
-    return met
-
-
-def _has_pairs(program: Program, node: Load, v: Value, seed: Seed) -> bool:
-    """Whether a load has what the large values that `v` loads have of rows and of columns; of a dimension that both
-    were flattened to, all."""
-    assert v.expr is not None
-    read = [n for n in loads(v.expr) if n.source in seed.large]
-    rows, cols = (
-        frozenset[Axis]().union(*(_indexing(n, program.by_name[n.source], seed.sides[n.source][k]) for n in read))
-        for k in (0, 1)
-    )
-    own = axes_of(node)
-    return rows | cols <= own if rows & cols else bool(rows & own and cols & own)
-
-
-def _between(program: Program, seed: Seed) -> set[str]:
-    """The members that are large or read what is, and those that lie between these."""
-    own = {m for m in seed.members if m in seed.large or not seed.large.isdisjoint(program.by_name[m].reads)}
-    return own | _enclosed(program, own) & seed.members.keys()
-
-
-def _enclosed(program: Program, names: Set[str]) -> set[str]:
-    """What depends on one of these values, and another of them depends on."""
-    below, above = set[str](), set[str]()
-    for v in program.values:
-        if any(r in names or r in below for r in v.reads):
-            below.add(v.name)
-    for v in reversed(program.values):
-        if v.name in names or v.name in above:
-            above.update(v.reads)
-    return below & above
-
-
-def _meets_as_large(program: Program, v: Value, kept: Value, seed: Seed) -> bool:
-    """Whether `v` reduces the product of a large value and of another of that size, from outside of the region."""
-    others = (program.by_name[r] for r in v.reads if r not in seed.members)
-    return v.name not in seed.large and kept.name in v.reads and any(o.numel >= kept.numel for o in others)
-
-
 def _covers(program: Program, seed: Seed, other: Seed) -> bool:
     """Whether `other` comes to the values of `seed` element by element, with both sides of `seed` along one of its own.
 
@@ -420,7 +318,7 @@ def _add_member(program: Program, v: Value, seed: Seed) -> bool:
     cols: frozenset[Axis] = frozenset()
     large = False
     for node in reads:
-        every = [_indexing(node, seed.value, side) for side in (seed.rows, seed.cols)]
+        every = [indexing(node, seed.value, side) for side in (seed.rows, seed.cols)]
         along_rows, along_cols = (own & axes for axes in every)
         rows, cols = rows | along_rows, cols | along_cols
         if seed.rows and seed.cols:
@@ -452,11 +350,6 @@ def _are_parts(node: Load, seed: Seed, axes: frozenset[Axis]) -> bool:
 
 def _beside(a: Expr, b: Expr) -> Expr:
     return op("add", a, b, dtype=a.dtype)
-
-
-def _indexing(node: Load, v: Value, side: frozenset[Axis]) -> frozenset[Axis]:
-    """Axes that index the axes `side` of `v` in a load of it."""
-    return frozenset().union(*(free_axes(i) for a, i in zip(v.axes, node.index, strict=True) if a in side))
 
 
 def _grow(program: Program, seed: Seed, barred: Set[str] = frozenset()) -> Blocker | None:
@@ -495,7 +388,7 @@ def grown_from(program: Program, v: Value) -> set[str]:
 
 def _close(program: Program, seed: Seed) -> Blocker | None:
     """Add what lies between members, so that no value outside both depends on and feeds the region."""
-    between = _enclosed(program, seed.members.keys())
+    between = enclosed(program, seed.members.keys())
     for v in program.values:
         if v.name in between and v.name not in seed.members:
             if v.expr is None:
@@ -564,7 +457,7 @@ def _meeting(program: Program, seed: Seed) -> set[str]:
         if v.name in seed.members or v.expr is None or reductions(v.expr):
             continue
         read = [n for n in loads(v.expr) if n.source in sides]
-        every = [tuple(_indexing(n, program.by_name[n.source], side) for side in sides[n.source]) for n in read]
+        every = [tuple(indexing(n, program.by_name[n.source], side) for side in sides[n.source]) for n in read]
         rows, cols = (frozenset[Axis]().union(*(own[k] for own in every)) for k in (0, 1))
         if rows & cols and not any(r & c for r, c in every):
             others = [sides[m] for m in seed.members.keys() - seed.large - {n.source for n in read}]
