@@ -16,6 +16,8 @@ from typing import Any
 IDLE = 120
 
 
+# What Triton does otherwise here: kernels are told apart by it, in Triton's cache too.
+VERSION = "fl_pallas 1: LLVM assumes nothing of vectors of integers"
 # What an operation on vectors of integers lets LLVM assume of each element.
 _ASSUMED = re.compile(r"(= \w+)(?: (?:nuw|nsw|exact|disjoint|nneg|samesign))+(?= .*<\d+ x i\d+>)")
 
@@ -42,10 +44,14 @@ def compiled(path: str, capability: int, options: dict[str, Any]) -> Any:
         return triton.compile(path, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def _without_assumptions(backend: Any, stages: dict[str, Any], *of: Any) -> None:
-    """Have LLVM assume nothing of vectors of integers, in the last of its two stages."""
+def _without_assumptions(backend: Any = None, stages: dict[str, Any] | None = None, *of: Any) -> tuple[str, str] | None:
+    """Have LLVM assume nothing of vectors of integers, in the last of its two stages. Of no stages (Triton 3.7 and
+    later ask first), what is added to the key of the cache, and its hash."""
+    if stages is None:
+        return VERSION, VERSION
     optimised = stages["llir"]
     stages["llir"] = lambda module, metadata: unassumed(optimised(module, metadata))
+    return None
 
 
 def unassumed(llir: str) -> str:

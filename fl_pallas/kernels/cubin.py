@@ -21,15 +21,13 @@ from triton.compiler import CompiledKernel
 from triton.runtime.cache import get_cache_manager, triton_key
 
 from ..errors import Unsupported
+from .compiler import VERSION, settings
 from .compiler import compiled as compiled_here
-from .compiler import settings
 from .listing import listing, told
 from .lower import Lowered
 from .processes import Ended, answer
 
 WARP = 32
-# Of `compiler.py`: what it has Triton do otherwise.
-VERSION = "fl_pallas 1: LLVM assumes nothing of vectors of integers"
 # The first PTX of a ptxas (12.9) without the errors in addresses that `is_miscompiled` tells of.
 SOUND = (8, 8)
 
