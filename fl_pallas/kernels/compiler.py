@@ -10,12 +10,10 @@ import os
 import re
 import select
 import sys
-from typing import Any
+from typing import Any, cast
 
 # Seconds without anything to do, after which it ends.
 IDLE = 120
-
-
 # What Triton does otherwise here: kernels are told apart by it, in Triton's cache too.
 VERSION = "fl_pallas 1: LLVM assumes nothing of vectors of integers"
 # What an operation on vectors of integers lets LLVM assume of each element.
@@ -40,7 +38,8 @@ def compiled(path: str, capability: int, options: dict[str, Any]) -> Any:
     from triton.backends.compiler import GPUTarget
 
     with knobs.runtime.scope():
-        knobs.runtime.add_stages_inspection_hook = _without_assumptions  # type: ignore[assignment]
+        # Triton's own type for it has neither the backend that it is given nor the key that it is asked for.
+        knobs.runtime.add_stages_inspection_hook = cast(Any, _without_assumptions)
         return triton.compile(path, target=GPUTarget("cuda", capability, 32), options=options)
 
 

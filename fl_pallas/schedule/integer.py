@@ -136,10 +136,13 @@ def _joined(low: Expr, terms: Mapping[Expr, int]) -> tuple[Expr, Expr] | None:
         if isinstance(high, Op) and high.name == "mod" and k == terms[low] * times and isinstance(high.args[1], Const):
             quotients, c = linear(high.args[0])
             if quotients == {raw_op("floordiv", (x, m), low.dtype): 1}:
-                inner, more = linear(x)
-                moved = from_linear((inner, more + c * times), low.dtype)
-                return high, mod(moved, times * int(high.args[1].value), low.dtype)
+                return high, mod(_plus(x, c * times, low.dtype), times * int(high.args[1].value), low.dtype)
     return None
+
+
+def _plus(x: Expr, more: int, dtype: str) -> Expr:
+    terms, c = linear(x)
+    return from_linear((terms, c + more), dtype)
 
 
 def linear_bounds(lin: Linear, facts: tuple[Linear, ...] = ()) -> Bounds:
@@ -203,16 +206,14 @@ def floordiv(a: Expr, n: int, dtype: str, facts: tuple[Linear, ...] = ()) -> Exp
     terms, c = linear(a)
     whole = {t: k // n for t, k in terms.items() if k % n == 0}
     rest = {t: k for t, k in terms.items() if k % n}
-    inner = from_linear((rest, c % n), dtype)
     if (apart := _apart((rest, c % n), n, facts)) is not None:
         step, coarse, _ = apart
         quotient = floordiv(from_linear(coarse, dtype), n // step, dtype, facts)
     elif (finer := _finer(rest)) is not None:
         x, m = finer
-        inner, more = linear(x)
-        quotient = floordiv(from_linear((inner, more + c % n * m), dtype), m * n, dtype, facts)
+        quotient = floordiv(_plus(x, c % n * m, dtype), m * n, dtype, facts)
     else:
-        quotient = raw_op("floordiv", (inner, const(n, dtype)), dtype)
+        quotient = raw_op("floordiv", (from_linear((rest, c % n), dtype), const(n, dtype)), dtype)
     out, oc = linear(quotient)
     for t, k in out.items():
         whole[t] = whole.get(t, 0) + k

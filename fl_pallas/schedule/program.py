@@ -133,6 +133,18 @@ def depends(program: Program, targets: Set[str], sources: Set[str]) -> bool:
     return any(program.above[t] & bits for t in targets - sources)
 
 
+def enclosed(program: Program, names: Set[str]) -> set[str]:
+    """What depends on one of these values, and another of them depends on."""
+    below, above = set[str](), set[str]()
+    for v in program.values:
+        if any(r in names or r in below for r in v.reads):
+            below.add(v.name)
+    for v in reversed(program.values):
+        if v.name in names or v.name in above:
+            above.update(v.reads)
+    return below & above
+
+
 def left_to_pytorch(program: Program, names: frozenset[str], why: str) -> Program:
     """`program`, some of whose values no kernel computes."""
     values = (replace(v, expr=None, why=why) if v.name in names else v for v in program.values)

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ..dtype import is_float
-from ..expr import Axis, Expr, Load, Op, free_axes, loads, outer_loads, reductions, walk
+from ..expr import Expr, Load, Op, free_axes, loads, outer_loads, reductions, walk
 from ..program import Program, Value, depends, reads_of
-from .joins import Seed, axes_of, is_of_positions, is_outer, join, shared_axes
+from .joins import Seed, axes_of, indexing, is_of_positions, is_outer, join, shared_axes
 from .resolve_views import root_of
 from .weights import has_weight, is_weight, operand_names, rank_of
 
@@ -182,7 +182,7 @@ def _is_measured(program: Program, seed: Seed) -> bool:
         if u.expr is None:
             continue
         for node in (n for n in loads(u.expr) if n.source in along):
-            axes = _along(program.by_name[node.source], node, along)
+            axes = indexing(node, program.by_name[node.source], along[node.source])
             if any(r.axis in axes for r in reductions(u.expr)):
                 return True
             along[u.name] = along.get(u.name, frozenset()) | axes & frozenset(u.axes)
@@ -204,7 +204,9 @@ def is_searched(program: Program, v: Value) -> bool:
             return False
         if not reads:
             continue
-        own = frozenset(u.axes) & frozenset().union(*(_along(program.by_name[n.source], n, along) for n in reads))
+        own = frozenset(u.axes) & frozenset().union(
+            *(indexing(n, program.by_name[n.source], along[n.source]) for n in reads)
+        )
         kinds = {r.kind for r in reductions(u.expr)} if u.expr is not None else set()
         if kinds - {"max", "min"} or bool(own) == bool(kinds):
             return False
@@ -212,11 +214,6 @@ def is_searched(program: Program, v: Value) -> bool:
             along[u.name] = own
         found |= bool(kinds)
     return found and bool(along[v.name])
-
-
-def _along(v: Value, node: Load, along: dict[str, frozenset[Axis]]) -> frozenset[Axis]:
-    """Axes that index, in a load of `v`, the ones it has in `along`."""
-    return frozenset().union(*(free_axes(i) for a, i in zip(v.axes, node.index) if a in along[v.name]))
 
 
 def is_exponent(program: Program, v: Value) -> bool:

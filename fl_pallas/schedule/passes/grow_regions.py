@@ -15,11 +15,11 @@ from dataclasses import replace
 from ..build import op, substitute
 from ..dtype import itemsize
 from ..expr import Axis, Expr, Load, Op, divides, free_axes, index, load, loads, reductions, walk
-from ..program import Program, Value, depends
+from ..program import Program, Value, depends, enclosed
 from .blow_ups import ends, given_or_returned, is_blow_up, is_coupled, is_larger, is_normalised, serves
 from .epilogue import with_epilogue, with_sparing_epilogue
-from .joins import Seed, along_shared, is_long, is_outer, join, turned
-from .projections import enclosed, end_before_projections, indexing
+from .joins import Seed, along_shared, indexing, is_long, is_outer, join, turned
+from .projections import end_before_projections, large_results
 from .region import Growth, Region, Rejected
 from .resolve_views import inline_load, root_of
 from .surround import AllSides, uses_division, with_prologue
@@ -98,7 +98,7 @@ def grow_regions(program: Program) -> Growth:
                     why = f"{blocker[1]}; a kernel stores what it reads"
                     rejected.append(Rejected(read, blocker[0], why, read.numel * itemsize(read.dtype), fused=True))
                 blocker = None
-        if blocker is None and not {root_of(program, n) for n in program.outputs} & seed.large:
+        if blocker is None and not large_results(program, seed):
             end_before_projections(program, seed, set[str]().union(*(other.large for other, _ in tried)))
         if blocker is None and _is_iterated(program, seed, given):
             continue
@@ -215,7 +215,7 @@ def _spares(program: Program, seed: Seed, summed: bool = False) -> bool:
     Args:
       summed: whether it has been, before PyTorch reads it (the features of a pair's bound, which pages are chosen by).
     """
-    returned = {root_of(program, n) for n in program.outputs} & seed.large
+    returned = large_results(program, seed)
     summed |= bool(returned) and max(program.by_name[n].numel for n in returned) < seed.value.numel
     return bool(seed.large < seed.members.keys() or summed) and _close(program, seed) is None
 

@@ -201,6 +201,11 @@ def axes_of(node: Load) -> frozenset[Axis]:
     return frozenset().union(*(free_axes(i) for i in node.index))
 
 
+def indexing(node: Load, v: Value, side: frozenset[Axis]) -> frozenset[Axis]:
+    """Axes that index the axes `side` of `v` in a load of it."""
+    return frozenset().union(*(free_axes(i) for a, i in zip(v.axes, node.index, strict=True) if a in side))
+
+
 def is_of_positions(program: Program, v: Value) -> bool:
     """Whether `v` is made of indices and constants alone."""
     stack, seen = [v.name], {v.name}

@@ -3,14 +3,19 @@ that of the pairs which a layer made it of is PyTorch's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 
 from ..dtype import is_float
-from ..expr import Axis, Load, free_axes, loads, reductions
-from ..program import Program, Value
-from .joins import Seed, axes_of
+from ..expr import Axis, Load, loads, reductions
+from ..program import Program, Value, enclosed
+from .joins import Seed, Sides, axes_of, indexing
 from .resolve_views import root_of
 from .weights import has_weight
+
+
+def large_results(program: Program, seed: Seed) -> set[str]:
+    """The large values of a region that are returned, as they are or through views."""
+    return {root_of(program, n) for n in program.outputs} & seed.large
 
 
 def end_before_projections(program: Program, seed: Seed, pairs: Set[str] | None = None) -> None:
@@ -24,7 +29,7 @@ def end_before_projections(program: Program, seed: Seed, pairs: Set[str] | None 
       pairs: where nothing large is returned, what regions compute; the rest, from which layers made biases, PyTorch
         has in memory, and reads it again beside what is left out.
     """
-    returned = {root_of(program, n) for n in program.outputs} & seed.large
+    returned = large_results(program, seed)
     large = [v for v in program.values if v.name in seed.large and v.name != seed.value.name]
     made: list[tuple[Value, Value]] = []
     for v in large:
@@ -70,24 +75,27 @@ def _is_of_memory(program: Program, seed: Seed, after: Set[str], kept: Mapping[s
     for v in (program.by_name[name] for name in after):
         if v.expr is None or not reductions(v.expr) or seed.large.isdisjoint(v.reads):
             continue
-        others = [n for n in loads(v.expr) if root_of(program, n.source) not in after | kept.keys()]
-        others = [n for n in others if n.dtype != "bool"]
-        large = [n for n in others if _has_pairs(program, n, v, seed) or program.by_name[n.source].numel >= size]
+        own = after | kept.keys()
+        others = [n for n in loads(v.expr) if n.dtype != "bool" and root_of(program, n.source) not in own]
+        sides = _sides(program, [n for n in loads(v.expr) if n.source in seed.large], seed)
+        large = [n for n in others if _has_pairs(n, *sides) or program.by_name[n.source].numel >= size]
         if not large and any(is_float(n.dtype) for n in others) and not has_weight(program, v):
             return False
         met |= any(root_of(program, n.source) not in pairs for n in large)
     return met
 
 
-def _has_pairs(program: Program, node: Load, v: Value, seed: Seed) -> bool:
-    """Whether a load has what the large values that `v` loads have of rows and of columns; of a dimension that both
-    were flattened to, all."""
-    assert v.expr is not None
-    read = [n for n in loads(v.expr) if n.source in seed.large]
+def _sides(program: Program, read: Sequence[Load], seed: Seed) -> Sides:
+    """The axes along rows and along columns, of what loads these large values."""
     rows, cols = (
         frozenset[Axis]().union(*(indexing(n, program.by_name[n.source], seed.sides[n.source][k]) for n in read))
         for k in (0, 1)
     )
+    return rows, cols
+
+
+def _has_pairs(node: Load, rows: frozenset[Axis], cols: frozenset[Axis]) -> bool:
+    """Whether a load is along rows and columns; of a dimension that both were flattened to, along all of it."""
     own = axes_of(node)
     return rows | cols <= own if rows & cols else bool(rows & own and cols & own)
 
@@ -98,24 +106,7 @@ def _between(program: Program, seed: Seed) -> set[str]:
     return own | enclosed(program, own) & seed.members.keys()
 
 
-def enclosed(program: Program, names: Set[str]) -> set[str]:
-    """What depends on one of these values, and another of them depends on."""
-    below, above = set[str](), set[str]()
-    for v in program.values:
-        if any(r in names or r in below for r in v.reads):
-            below.add(v.name)
-    for v in reversed(program.values):
-        if v.name in names or v.name in above:
-            above.update(v.reads)
-    return below & above
-
-
 def _meets_as_large(program: Program, v: Value, kept: Value, seed: Seed) -> bool:
     """Whether `v` reduces the product of a large value and of another of that size, from outside of the region."""
     others = (program.by_name[r] for r in v.reads if r not in seed.members)
     return v.name not in seed.large and kept.name in v.reads and any(o.numel >= kept.numel for o in others)
-
-
-def indexing(node: Load, v: Value, side: frozenset[Axis]) -> frozenset[Axis]:
-    """Axes that index the axes `side` of `v` in a load of it."""
-    return frozenset().union(*(free_axes(i) for a, i in zip(v.axes, node.index, strict=True) if a in side))

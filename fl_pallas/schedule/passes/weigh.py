@@ -227,6 +227,7 @@ def _programs(plan: KernelPlan, axes: frozenset[Axis]) -> int:
 
 
 def volume(axes: Iterable[Axis]) -> int:
+    """How many indices some axes have together."""
     return math.prod(a.extent for a in axes)
 
 
