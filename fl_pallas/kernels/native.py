@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental.pallas import triton as plgpu
 from jaxlib.mlir import ir
 
@@ -19,21 +19,11 @@ _BACKWARDS = "fl_pallas backwards"
 _EXTREMES = {"max": "arith.maximumf", "min": "arith.minimumf"}
 
 
-def gather(x: Array, at: Array, axis: int, interpret: bool) -> Array:
-    """The elements of `x`, of two dimensions, at int32 indices `at` along `axis`; `at` is as wide along the other.
-
-    Triton's op for it, `tt.gather`, goes through shared memory, where it puts the indices of the first dimension next
-    to each other; a warp holds those of the last. So it is given one row, of which all is next to each other.
-    """
-    if interpret:
-        return jnp.take_along_axis(x, at, axis)
-    here = lax.broadcasted_iota(jnp.int32, at.shape, 1 - axis)
-    rows, columns = (here, at) if axis else (at, here)
-    flat = (rows * jnp.int32(x.shape[1]) + columns).reshape(1, at.size)
-    row = x.reshape(1, x.size)
+def gather(row: Array, at: Array) -> Array:
+    """The elements of `row`, [1, n], at the int32 indices `at`, [1, m]: Triton's `tt.gather`."""
     # Inline assembly wants operands of one shape: what comes of a reduction of `row` leads to it.
-    led = jnp.broadcast_to(jnp.max(row, axis=1, keepdims=True), flat.shape)
-    return _named(_GATHER, x.dtype, led, flat).reshape(at.shape)
+    led = jnp.broadcast_to(jnp.max(row, axis=1, keepdims=True), at.shape)
+    return _named(_GATHER, row.dtype, led, at)
 
 
 def extreme(kind: str, a: Array, b: Array) -> Array:

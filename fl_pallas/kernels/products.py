@@ -13,7 +13,7 @@ from ..schedule.dtype import is_float
 from ..schedule.expr import Axis, Expr, Load, free_axes, ref_names
 from ..schedule.inner import PARTS, ROWS, Product, Sheared, multiplied_in, parts_of, within_sides
 from .loads import load
-from .native import gather
+from .skew import skewed
 from .tile import JNP, Context, Tile, transposed
 
 # The least side of a tile that Triton takes to shared memory for a product without its sides being multiplied out.
@@ -127,9 +127,7 @@ def sheared(ctx: Context, s: Sheared, axis: Axis, dtype: str) -> Tile:
     along = out.axes.index(s.window)
     axes = tuple(s.gone if a == s.window else a for a in out.axes)
     shape = (kept, gone) if along else (gone, kept)
-    here, other = (lax.broadcasted_iota(jnp.int32, shape, d) for d in (along, 1 - along))
-    at = here + jnp.int32(s.sign) * other + jnp.int32(back)
-    return _scaled(ctx, Tile(gather(out.array, at, along, ctx.interpret), axes), scale)
+    return _scaled(ctx, Tile(skewed(out.array, shape, along, s.sign, back, ctx.interpret), axes), scale)
 
 
 def shifted(ctx: Context, s: Sheared, axis: Axis, dtype: str) -> Tile:
@@ -137,18 +135,23 @@ def shifted(ctx: Context, s: Sheared, axis: Axis, dtype: str) -> Tile:
     weights = side_tile(ctx, Side(s.product.left, axis, dtype))
     kept, gone, back = _push_window(ctx, s)
     try:
-        along = weights.axes.index(s.gone)
-        width = ctx.side(s.window)
+        along, width = weights.axes.index(s.gone), ctx.side(s.window)
         shape = (kept, width) if along else (width, kept)
-        here, other = (lax.broadcasted_iota(jnp.int32, shape, d) for d in (along, 1 - along))
-        at = here - jnp.int32(s.sign) * other - jnp.int32(back) + _unsteady(ctx, axis)
-        inside = (at >= 0) & (at < jnp.int32(gone))
-        placed = gather(weights.array, at & jnp.int32(gone - 1), along, ctx.interpret)
-        placed = jnp.where(inside, placed, jnp.zeros_like(placed))
+        # What lies before its row's first place, or behind its last one, is taken from behind the weights.
+        behind = _with_zeros(weights.array, along, width)
+        placed = skewed(behind, shape, along, -s.sign, -back, ctx.interpret, _unsteady(ctx, axis))
         axes = tuple(s.window if a == s.gone else a for a in weights.axes)
         return _product(ctx, Tile(placed, axes), side_tile(ctx, Side(s.product.right, axis, dtype)), s.window)
     finally:
         ctx.pop()
+
+
+def _with_zeros(x: Array, axis: int, extent: int) -> Array:
+    """`x` with zeros behind it along `axis`, twice as many elements until there are `extent` of them."""
+    while x.shape[axis] < extent:
+        both = jnp.stack([x, jnp.zeros_like(x)], axis=-1).transpose((2, 0, 1) if axis == 0 else (0, 2, 1))
+        x = both.reshape((2 * x.shape[0], x.shape[1]) if axis == 0 else (x.shape[0], 2 * x.shape[1]))
+    return x
 
 
 def _unsteady(ctx: Context, axis: Axis) -> Array:

@@ -122,6 +122,16 @@ def _div(args: tuple[Expr, ...], dtype: str) -> Expr | None:
     return _fold(args, dtype, lambda x, y: x / y)
 
 
+def _extreme(name: str, args: tuple[Expr, ...], dtype: str) -> Expr | None:
+    """The one of two integers that is always the larger, or the smaller: positions that are clamped to a table which
+    has a row for each of them."""
+    a, b = args
+    span = integer.linear_bounds(integer.linear(raw_op("sub", args, "i64"))) if is_int(dtype) else None
+    if span is None or span[0] < 0 < span[1]:
+        return None
+    return a if (span[0] >= 0) == (name == "max") else b
+
+
 def _abs(args: tuple[Expr, ...], dtype: str) -> Expr | None:
     (a,) = args
     return op("abs", a.args[0], dtype=dtype) if isinstance(a, Op) and a.name in ("neg", "abs") else None
@@ -284,6 +294,8 @@ _RULES: dict[str, Callable[[tuple[Expr, ...], str], Expr | None]] = {
     "mul": _mul,
     "div": _div,
     "neg": lambda args, dtype: _of_either(args[0], dtype, lambda x: -x),
+    "max": lambda args, dtype: _extreme("max", args, dtype),
+    "min": lambda args, dtype: _extreme("min", args, dtype),
     "abs": _abs,
     "floordiv": _floordiv,
     "mod": _mod,

@@ -48,13 +48,13 @@ def by_sums(q: Tensor, k: Tensor, v: Tensor, r: Tensor) -> Tensor:
 def gathered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of what elements are gathered from."""
     found: list[tuple[int, ...]] = []
-    plain = products.gather
+    plain = products.skewed
 
     def noted(x: torch.Tensor, *rest: object) -> object:
         found.append(x.shape)
         return plain(x, *rest)
 
-    monkeypatch.setattr(products, "gather", noted)
+    monkeypatch.setattr(products, "skewed", noted)
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..dtype import itemsize
 from ..expr import Axis, Expr, Load, free_axes, loads, reductions
-from ..inner import CHUNK, MAX_PARTS, MAX_WHOLE, as_product, covering_tile
+from ..inner import CHUNK, MAX_PARTS, MAX_WHOLE, Product, Sheared, as_product, as_sheared, covering_tile
 from ..plan import Accumulator, Choices, Loop
 from ..remember import remembered
 
@@ -35,6 +35,43 @@ def shared(loops: Sequence[Loop], choices: Choices) -> int:
 def _at_once(n: Load, axis: Axis) -> int:
     """How much of an axis a product of what is loaded takes at once, where that is all that sums over it."""
     return covering_tile(axis) if axis.extent <= (MAX_PARTS if n.dtype == "f32" else MAX_WHOLE) else CHUNK
+
+
+def with_windows(loops: Sequence[Loop], choices: Choices) -> int:
+    """Bytes of a kernel with products over windows of positions: of all stages, of rows' own sides, which stay, and of
+    a product on the way to its elements' places (`kernels/skew.py`); 0 without any.
+
+    Of a Conformer's four kernels, compiled for sm_90, it is what the compiler took, to a kilobyte.
+    """
+    tiles, most, window = dict(choices.tiles), 0, 0
+    for loop in loops:
+        products, sheared = _products(tuple(s.update for s in loop.steps if isinstance(s, Accumulator)), choices.tiled)
+        for s in sheared:
+            kept, gone = (tiles.get(a, covering_tile(a)) for a in (s.kept, s.gone))
+            window = max(window, 4 * kept * s.width(kept, gone))
+        own = {side for p in (*products, *(s.product for s in sheared)) for side in (p.left, p.right)}
+        axes = {side: frozenset[Axis]().union(*map(free_axes, side)) for side in own}
+        still = [
+            side for side in own if loop.axis not in axes[side] and not any(s.window in axes[side] for s in sheared)
+        ]
+        most = max(most, sum(_bytes(side, tiles) for side in still))
+    return most + staged(loops, choices) + window if window else 0
+
+
+def _bytes(side: tuple[Expr, ...], tiles: Mapping[Axis, int]) -> int:
+    """Of one side of a product, in the type of what is loaded for it."""
+    axes = frozenset[Axis]().union(*map(free_axes, side))
+    widest = max((itemsize(n.dtype) for f in side for n in loads(f) if len(free_axes(n)) > 1), default=4)
+    return math.prod(tiles.get(a, covering_tile(a)) for a in axes) * widest
+
+
+@remembered
+def _products(updates: tuple[Expr, ...], tiled: frozenset[Axis]) -> tuple[frozenset[Product], frozenset[Sheared]]:
+    """Products inside of updates; and those over windows of positions."""
+    sums = [(r.body, r.axis) for e in updates for r in reductions(e) if r.kind == "sum"]
+    plain = {(body, a): as_product(body, a, tiled | {a}) for body, a in sums}
+    over = (as_sheared(body, a, tiled | {a}) for (body, a), p in plain.items() if p is None)
+    return frozenset(p for p in plain.values() if p is not None), frozenset(s for s in over if s is not None)
 
 
 def staged(loops: Sequence[Loop], choices: Choices) -> int:

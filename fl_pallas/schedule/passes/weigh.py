@@ -25,7 +25,7 @@ from ..remember import remembered
 from ..target import Target
 from .lay_out import touched_by
 from .registers import COSTLY
-from .shared import staged
+from .shared import staged, with_windows
 
 # Of a processor and cycle (H100 whitepaper): operations of a matrix product in 16 bits, instructions, exponentials.
 MULTIPLIED, ISSUED, POWERS = 4096, 128, 16
@@ -101,7 +101,8 @@ def _cycles(plan: KernelPlan, target: Target, once: bool) -> float:
     rows = [n for a, n in tiles.items() if n > 1 and a in plan.grid and a not in apart]
     columns = [tiles.get(loop.axis, 1) for loop in plan.loops]
     share = math.prod(rows) * max(columns, default=1) / plan.choices.warps / BUSY
-    resident = max(1, target.shared_bytes // max(1, staged(plan.loops, plan.choices))) * plan.choices.warps
+    taken = max(1, staged(plan.loops, plan.choices), with_windows(plan.loops, plan.choices))
+    resident = max(1, target.shared_bytes // taken) * plan.choices.warps
     busy = min(1.0, share) * min(1.0, resident / WARPS) ** 0.5
     return (work / busy + loaded) / target.processors + _bytes(plan) / MOVED + LAUNCH
 
