@@ -66,6 +66,10 @@ def combine_bounds(name: str, args: list[tuple[int, int]], dtype: str) -> Bounds
         return max(a, c), max(b, d)
     if name == "min":
         return min(a, c), min(b, d)
+    if name == "and" and dtype != "bool" and max(a, c) >= 0:
+        return 0, min(n for low, n in ((a, b), (c, d)) if low >= 0)  # of one that is not negative, no more bits
+    if name == "shr" and c == d and 0 <= c < 64:
+        return a >> c, b >> c
     if name == "floordiv" and c == d and c > 0:
         return a // c, b // c
     if name == "mod" and c == d and c > 0:

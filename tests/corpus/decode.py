@@ -111,6 +111,48 @@ def spread(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return (scores - scores.amax(-1, keepdim=True)).sum(-1), scores.softmax(-1) @ v
 
 
+def paged(q: Tensor, k: Tensor, v: Tensor, table: Tensor, length: Tensor) -> Tensor:
+    """k, v [pages, n, h or fewer, d]; table [b, pages of a sequence], which lie anywhere; length [b]."""
+    k, v = (x[table].flatten(1, 2).transpose(1, 2) for x in (k, v))
+    keep = torch.arange(k.shape[-2], device=k.device) < length[:, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=keep[:, None, None], enable_gqa=True)
+
+
+def quantised_pages(q: Tensor, k: Tensor, ks: Tensor, v: Tensor, vs: Tensor, table: Tensor, length: Tensor) -> Tensor:
+    """The same of 8 bits, with a scale for each key of each head: ks, vs [pages, n, h or fewer]."""
+    k, v = (
+        (x[table].to(q.dtype) * scale[table][..., None]).flatten(1, 2).transpose(1, 2)
+        for x, scale in ((k, ks), (v, vs))
+    )
+    scores = _scores(q.unflatten(1, (k.shape[1], -1)), k[:, :, None])
+    keep = torch.arange(k.shape[-2], device=k.device) < length[:, None]
+    return _masked(scores, keep[:, None, None, None], v[:, :, None]).flatten(1, 2)
+
+
+def eight_bits(q: Tensor, k: Tensor, ks: Tensor, v: Tensor, vs: Tensor) -> Tensor:
+    """ks, vs [b, h or fewer, seq]: a scale for each key."""
+    return gqa_sdpa(q, k.to(q.dtype) * ks[..., None], v.to(q.dtype) * vs[..., None])
+
+
+def four_bits(q: Tensor, k: Tensor, ks: Tensor, kz: Tensor, v: Tensor, vs: Tensor, vz: Tensor) -> Tensor:
+    """Two numbers in each byte of k and v, with a scale and a zero for each key."""
+
+    def unpacked(x: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        numbers = torch.stack([x & 15, x >> 4], -1).flatten(-2).to(q.dtype)
+        return (numbers - zero[..., None]) * scale[..., None]
+
+    return gqa_sdpa(q, unpacked(k, ks, kz), unpacked(v, vs, vz))
+
+
+def by_channel(q: Tensor, k: Tensor, ks: Tensor, v: Tensor, vs: Tensor) -> Tensor:
+    """Scales of keys for four at a time and each feature, of values for each and eight features (KIVI, arXiv
+    2402.02750)."""
+    k = (k.unflatten(-2, (-1, 4)).to(q.dtype) * ks[..., None, :]).flatten(-3, -2)
+    v = (v.unflatten(-1, (-1, 8)).to(q.dtype) * vs[..., None]).flatten(-2)
+    scores = _scores(q.unflatten(1, (k.shape[1], -1)), k[:, :, None])
+    return (scores.softmax(-1) @ v[:, :, None]).flatten(1, 2)
+
+
 def cache(sq: int, b: int = 2, h: int = 4, kv_heads: int | None = None, d: int = 32) -> Inputs:
     """`sq` queries against a cache of g.seq keys and values."""
 
@@ -151,6 +193,52 @@ def _cases(sq: int) -> tuple[Case, ...]:
     )
 
 
+PAGE = 4
+
+
+def _pages(g: Draw) -> tuple[Tensor, ...]:
+    return (
+        g.normal(3, 8, 1, 32),
+        *(g.normal(3 * g.seq // PAGE, PAGE, 2, 32) for _ in range(2)),
+        _table(g),
+        _filled(g),
+    )
+
+
+def _quantised_pages(g: Draw) -> tuple[Tensor, ...]:
+    shape = (3 * g.seq // PAGE, PAGE, 2)
+    kv = (x for _ in range(2) for x in (_bytes(g, *shape, 32), g.uniform(*shape, low=0.005, high=0.02)))
+    return g.normal(3, 8, 1, 32), *kv, _table(g), _filled(g).clamp_min(1)
+
+
+def _table(g: Draw) -> Tensor:
+    """Each page belongs to one sequence."""
+    return torch.randperm(3 * g.seq // PAGE, generator=g.gen).view(3, -1).to(g.device)
+
+
+def _bytes(g: Draw, *shape: int) -> Tensor:
+    return g.ints(-127, 128, *shape).to(torch.int8)
+
+
+def _eight_bits(g: Draw) -> tuple[Tensor, ...]:
+    kv = (x for _ in range(2) for x in (_bytes(g, 2, 2, g.seq, 32), g.uniform(2, 2, g.seq, low=0.005, high=0.02)))
+    return g.normal(2, 8, 1, 32), *kv
+
+
+def _four_bits(g: Draw) -> tuple[Tensor, ...]:
+    def packed() -> tuple[Tensor, ...]:
+        scale, zero = g.uniform(2, 2, g.seq, low=0.1, high=0.3), g.uniform(2, 2, g.seq, low=6, high=9)
+        return g.ints(0, 256, 2, 2, g.seq, 16).to(torch.uint8), scale, zero
+
+    return g.normal(2, 8, 1, 32), *packed(), *packed()
+
+
+def _by_channel(g: Draw) -> tuple[Tensor, ...]:
+    keys = _bytes(g, 2, 2, g.seq, 32), g.uniform(2, 2, g.seq // 4, 32, low=0.005, high=0.02)
+    values = _bytes(g, 2, 2, g.seq, 32), g.uniform(2, 2, g.seq, 4, low=0.005, high=0.02)
+    return g.normal(2, 8, 1, 32), *keys, *values
+
+
 def _filled(g: Draw) -> Tensor:
     """A few keys, all of them, and none."""
     return torch.tensor([5, g.seq, 0], device=g.device)
@@ -161,5 +249,10 @@ CASES: tuple[Case, ...] = (
     *_cases(4),
     # The other number of queries does not blow up enough: PyTorch keeps it.
     Case("decode_max_plus_1", max_plus, cache(1, d=16), 2),
+    Case("decode_paged", paged, _pages, 2),
+    Case("decode_quantised_pages", quantised_pages, _quantised_pages, 2),
+    Case("decode_eight_bits", eight_bits, _eight_bits, 2),
+    Case("decode_four_bits", four_bits, _four_bits, 2),
+    Case("decode_by_channel", by_channel, _by_channel, 2),
     Case("decode_variance_4", value_variance_centred, cache(4, b=1, h=2, d=16), 2),
 )

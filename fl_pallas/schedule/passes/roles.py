@@ -159,9 +159,12 @@ def _runs_along(n: Load, a: Axis, axes: set[Axis]) -> bool:
 
 def _is_table(n: Load) -> bool:
     """Whether a load is of a place that is computed, by more than views compute, from several axes: of no side of a
-    product."""
+    product. (A place that is read is one: of a sequence's page, say, that holds some of its keys.)"""
     return any(
-        len(free_axes(i)) > 1 and any(isinstance(m, Op) and m.name not in _VIEW for m in walk(i)) for i in n.index
+        len(free_axes(i)) > 1
+        and any(isinstance(m, Op) and m.name not in _VIEW for m in walk(i))
+        and not any(isinstance(m, Load) for m in walk(i))
+        for i in n.index
     )
 
 
@@ -174,7 +177,7 @@ def _is_of_one(e: Expr) -> bool:
     nodes = list(walk(e))
     if any(isinstance(n, Reduce | Ref) for n in nodes):
         return False
-    return any(free_axes(e) <= free_axes(n) for n in nodes if isinstance(n, Load) and is_float(n.dtype))
+    return any(free_axes(e) <= free_axes(n) for n in nodes if isinstance(n, Load) and n.dtype != "bool")
 
 
 def _other_side(row: Axis | None, rest: list[Axis], stores: tuple[Store, ...]) -> Axis | None:

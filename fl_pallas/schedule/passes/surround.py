@@ -305,8 +305,10 @@ def _is_distance(program: Program, v: Value) -> bool:
 
 
 def _read_across(v: Value, readers: list[Value]) -> bool:
-    """Whether a reader's reduction runs over several axes of `v` at once: its tiles would not be contiguous."""
-    return any(
+    """Whether a reader's reduction runs over several axes of `v` at once: its tiles would not be contiguous. (Those of
+    what lies in pages, found by a table, are no further apart than pages.)"""
+    assert v.expr is not None
+    return not any(map(_is_gather, loads(v.expr))) and any(
         isinstance(n, Op) and n.name in ("floordiv", "mod") and r.axis in free_axes(n)
         for reader in readers
         if reader.expr is not None

@@ -65,8 +65,12 @@ def _quotients(r: Reduce, axis: Axis) -> set[int]:
 
 def _of_batch(fused: Fused, axis: Axis) -> set[int]:
     """The stride of a batch that lies flattened in a result alone, and in nothing that is loaded (members and heads):
-    other kernels make what they know of a row for each member and head."""
+    other kernels make what they know of a row for each member and head. (Two numbers in a byte are loaded by a quotient
+    alone.)"""
     reads = {n for o in fused.outputs for n in loads(o.expr) if axis in free_axes(n)}
+    taken = {i.name for n in reads for i in walk(n) if isinstance(i, Op) and _beyond(i, axis)}
+    if "mod" not in taken:
+        return set()
     found = {frozenset(s for i in n.index for s in _strides(i, axis)) for n in reads}
     return {*next(iter(found))} - {1} if len(found) == 1 and all(len(s) == 1 for s in found) else set()
 
@@ -118,11 +122,13 @@ def _unmasked(body: Expr, axes: set[Axis]) -> set[Axis]:
 
 
 def _shared(body: Expr, axes: set[Axis]) -> set[Axis]:
-    """The axes (heads) that both sides of a matrix product inside have, where one side alone has another (queries)."""
+    """The axes (heads) that both sides of a matrix product inside have, where one side alone has another (queries). (A
+    scale that several keys share is on their side: it has no axis that they have not.)"""
     shared: set[Axis] = set()
     for r in (r for r in reductions(body) if is_covered(r)):
-        sides = [free_axes(f) & axes for f in factors(r.body) if r.axis in free_axes(f)]
-        shared |= {a for s, t in combinations(sides, 2) if s != t for a in s & t}
+        sides = [own for f in factors(r.body) if r.axis in (own := free_axes(f))]
+        apart = ((s & axes, t & axes) for s, t in combinations(sides, 2) if not (s <= t or t <= s))
+        shared |= {a for s, t in apart if s != t for a in s & t}
     return shared
 
 
