@@ -17,9 +17,10 @@ from ..schedule.plan import KernelPlan, operand_names
 share_gpu_memory()
 
 import jax  # noqa: E402  (its memory setting is read at import)
+import jax.numpy as jnp  # noqa: E402
 from jax import lax  # noqa: E402
 
-from ..capture.dtypes import short_dtype  # noqa: E402
+from ..capture.dtypes import short_dtype, torch_dtype  # noqa: E402
 from ..kernels.triton import TensorSpec, pallas_function  # noqa: E402
 
 if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
@@ -78,7 +79,7 @@ def flat_view(t: torch.Tensor) -> tuple[torch.Tensor, TensorSpec]:
         offset = 0
     spec = TensorSpec(tuple(t.shape), tuple(t.stride()), offset, dtype)
     flat = torch.as_strided(t, (spec.span,), (1,), t.storage_offset() - offset)
-    return (flat.view(torch.uint8) if dtype == "bool" else flat), spec
+    return (flat.view(torch.uint8) if spec.stored is jnp.uint8 else flat), spec
 
 
 def to_jax(t: torch.Tensor) -> jax.Array:
@@ -91,7 +92,7 @@ def to_torch(x: jax.Array, shape: Sequence[int], dtype: str) -> torch.Tensor:
     if next(iter(x.devices())).platform == "cpu":
         x.block_until_ready()
     out = torch.from_dlpack(x)
-    return (out.view(torch.bool) if dtype == "bool" else out).view(tuple(shape))
+    return out.view(torch_dtype(dtype)).view(tuple(shape))
 
 
 def _current(device: torch.device | None) -> AbstractContextManager[object]:

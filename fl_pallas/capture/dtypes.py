@@ -9,6 +9,8 @@ _NAMES = {
     torch.float16: "f16",
     torch.float32: "f32",
     torch.float64: "f64",
+    torch.float8_e4m3fn: "f8e4m3",
+    torch.float8_e5m2: "f8e5m2",
     torch.int8: "i8",
     torch.int16: "i16",
     torch.int32: "i32",
@@ -20,7 +22,7 @@ _TORCH = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def short_dtype(dtype: torch.dtype) -> str | None:
-    """The short name of `dtype`; None if a Program cannot hold it (complex, float8, …)."""
+    """The short name of `dtype`; None if a Program cannot hold it (complex, float8 without infinities, …)."""
     return _NAMES.get(dtype)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array, lax
 
 from ..errors import ScheduleError
-from ..schedule.dtype import is_float
+from ..schedule.dtype import is_float, is_narrow_float
 from ..schedule.expr import Const, Expr, Index, Load, Reduce, Ref, Size, free_axes, outer_loads
 from ..schedule.scan import RUNNING
 from .elementwise import elementwise
@@ -78,6 +78,8 @@ class Evaluator(Context):
     def _widened(self, x: Array, dtype: str) -> Array:
         if is_float(dtype):
             return x.astype(JNP[self.compute])
+        if is_narrow_float(dtype):
+            return lax.bitcast_convert_type(x, JNP[dtype]).astype(JNP[self.compute])
         if dtype == "bool":
             return x != 0
         return x.astype(jnp.int64 if dtype == "i64" else jnp.int32)

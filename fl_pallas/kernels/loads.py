@@ -12,7 +12,7 @@ from ..schedule.integer import from_linear, is_inside, linear
 from .blocks import Block, block_load, block_shape, flattened
 from .native import direct
 from .pointwise import POINTWISE
-from .tile import JNP, Context, Operand, Tile, seen, transposed
+from .tile import JNP, Context, Operand, Tile, seen, stored_type, transposed
 
 
 def load(ctx: Context, e: Load) -> Tile:
@@ -31,7 +31,7 @@ def _loaded(ctx: Context, e: Load) -> Tile:
         return Tile(block, axes)
     offset, inside = address(ctx, operand, e.index, axes)
     reference = operand.ref.at[offset]  # type: ignore[attr-defined]
-    zero = None if inside is None else jnp.zeros((), JNP["u8" if operand.dtype == "bool" else operand.dtype])
+    zero = None if inside is None else jnp.zeros((), stored_type(operand.dtype))
     loaded = plgpu.load(reference, mask=inside, other=zero)
     return Tile(direct(loaded) if _is_scattered(ctx, operand, e.index) else loaded, axes)
 

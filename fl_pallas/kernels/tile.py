@@ -14,18 +14,24 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ..schedule.dtype import is_float
+from ..schedule.dtype import is_float, is_narrow_float
 from ..schedule.expr import Axis, Const, Expr, Index, Op, Size, free_axes, ref_names
 from ..schedule.inner import covering_tile
 from ..schedule.integer import bounds
 from .blocks import Blocks
 
 JNP = {
-    "f32": jnp.float32, "f64": jnp.float64, "bf16": jnp.bfloat16, "f16": jnp.float16, "i8": jnp.int8,
-    "i16": jnp.int16, "i32": jnp.int32, "i64": jnp.int64, "u8": jnp.uint8, "bool": jnp.bool_,
+    "f32": jnp.float32, "f64": jnp.float64, "bf16": jnp.bfloat16, "f16": jnp.float16, "f8e4m3": jnp.float8_e4m3fn,
+    "f8e5m2": jnp.float8_e5m2, "i8": jnp.int8, "i16": jnp.int16, "i32": jnp.int32, "i64": jnp.int64, "u8": jnp.uint8,
+    "bool": jnp.bool_,
 }  # fmt: skip
 # In whose place an axis stands that is a tile's first dimension, which a thread has to itself.
 FIRST = Axis("%first", 1)
+
+
+def stored_type(dtype: str) -> Any:
+    """The jax type in which a tensor lies in memory: bytes, where others have none of that type."""
+    return jnp.uint8 if dtype == "bool" or is_narrow_float(dtype) else JNP[dtype]
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Operand:
       ref: Pallas reference to a 1-D array.
       shape, strides: of the tensor, in elements.
       offset: element of `ref` at index 0.
-      dtype: PyTorch's type (bool is stored as u8).
+      dtype: PyTorch's type (`stored_type` tells how it is stored).
     """
 
     ref: object
@@ -245,7 +251,7 @@ class Context(ABC):
 
     def type_of(self, e: Expr) -> Any:
         """The jax type of the tile of `e`."""
-        if is_float(e.dtype):
+        if is_float(e.dtype) or is_narrow_float(e.dtype):
             return JNP[self.compute]
         if e.dtype == "bool":
             return jnp.bool_

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ..errors import Unsupported
+from ..schedule.dtype import is_narrow_float
 from ..schedule.expr import (
     Axis,
     Expr,
@@ -40,7 +41,7 @@ from .evaluate import Evaluator
 from .loads import address
 from .loops import Loops
 from .pointwise import POINTWISE
-from .tile import FIRST, JNP, Operand, Scope, Tile, seen
+from .tile import FIRST, JNP, Operand, Scope, Tile, seen, stored_type
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class TensorSpec:
 
     @property
     def stored(self) -> object:
-        """The jax type of the flat array (bool is kept as u8)."""
-        return JNP["u8" if self.dtype == "bool" else self.dtype]
+        """The jax type of the flat array."""
+        return stored_type(self.dtype)
 
     @property
     def span(self) -> int:
@@ -213,8 +214,10 @@ class _Program:
             # The interpreter writes back what it reads at masked-out places, which may be another element's;
             # past the end it writes nothing.
             offset = jnp.where(inside, offset, math.prod(map(seen, result.shape)))
-        stored = JNP["u8" if result.dtype == "bool" else result.dtype]
-        plgpu.store(result.ref.at[offset], value.astype(stored), mask=inside)  # type: ignore[attr-defined]
+        if is_narrow_float(result.dtype):
+            value = lax.bitcast_convert_type(value.astype(JNP[result.dtype]), jnp.uint8)
+        value = value.astype(stored_type(result.dtype))
+        plgpu.store(result.ref.at[offset], value, mask=inside)  # type: ignore[attr-defined]
 
     def _enter_grid(self) -> Scope:
         """Bind the grid axes: the last grid axis runs fastest, except that tiles of one row follow each other."""

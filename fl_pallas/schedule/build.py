@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import Unsupported
 from . import integer
-from .dtype import is_float, is_int
+from .dtype import is_float, is_int, is_narrow_float
 from .expr import (
     Axis,
     Const,
@@ -251,9 +251,14 @@ def _absorb(args: tuple[Expr, ...], dtype: str, neutral: bool) -> Expr | None:
 
 
 def cast(e: Expr, dtype: str) -> Expr:
-    """`e` as `dtype`. Between floating types no node is made: regions compute in one floating type."""
+    """`e` as `dtype`. Between floating types no node is made: regions compute in one floating type.
+
+    Raises: Unsupported for a type that nothing is rounded to.
+    """
     if e.dtype == dtype or (is_float(e.dtype) and is_float(dtype)):
         return e
+    if is_narrow_float(dtype):
+        raise Unsupported("a cast", f"no kernel rounds to {dtype}")
     if isinstance(e, Const):
         return const(_converted(e.value, dtype), dtype)
     if e.dtype == "bool":

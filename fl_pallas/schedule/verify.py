@@ -164,7 +164,7 @@ def _brief(e: Expr) -> str:
 
 
 def _alike(a: Expr, b: Expr) -> bool:
-    return any(f(a.dtype) and f(b.dtype) for f in (is_float, is_int, lambda d: d == "bool"))
+    return a.dtype == b.dtype or any(f(a.dtype) and f(b.dtype) for f in (is_float, is_int))
 
 
 class _PlanVerifier:

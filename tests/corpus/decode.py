@@ -134,6 +134,11 @@ def eight_bits(q: Tensor, k: Tensor, ks: Tensor, v: Tensor, vs: Tensor) -> Tenso
     return gqa_sdpa(q, k.to(q.dtype) * ks[..., None], v.to(q.dtype) * vs[..., None])
 
 
+def scaled_heads(q: Tensor, k: Tensor, ks: Tensor, v: Tensor, vs: Tensor) -> Tensor:
+    """ks, vs [h or fewer]: a scale for each head, of a cache of integers or floats of 8 bits."""
+    return gqa_sdpa(q, k.to(q.dtype) * ks[:, None, None], v.to(q.dtype) * vs[:, None, None])
+
+
 def four_bits(q: Tensor, k: Tensor, ks: Tensor, kz: Tensor, v: Tensor, vs: Tensor, vz: Tensor) -> Tensor:
     """Two numbers in each byte of k and v, with a scale and a zero for each key."""
 
@@ -225,6 +230,19 @@ def _eight_bits(g: Draw) -> tuple[Tensor, ...]:
     return g.normal(2, 8, 1, 32), *kv
 
 
+def _scaled_heads(dtype: torch.dtype) -> Inputs:
+    def inputs(g: Draw) -> tuple[Tensor, ...]:
+        def kept() -> Tensor:
+            if not dtype.is_floating_point:
+                return _bytes(g, 2, 2, g.seq, 32)
+            return (g.normal(2, 2, g.seq, 32) * 60).clamp(-440, 440).to(dtype)
+
+        scales = (g.uniform(2, low=0.01, high=0.02) for _ in range(2))
+        return g.normal(2, 8, 1, 32), *(x for scale in scales for x in (kept(), scale))
+
+    return inputs
+
+
 def _four_bits(g: Draw) -> tuple[Tensor, ...]:
     def packed() -> tuple[Tensor, ...]:
         scale, zero = g.uniform(2, 2, g.seq, low=0.1, high=0.3), g.uniform(2, 2, g.seq, low=6, high=9)
@@ -252,6 +270,9 @@ CASES: tuple[Case, ...] = (
     Case("decode_paged", paged, _pages, 2),
     Case("decode_quantised_pages", quantised_pages, _quantised_pages, 2),
     Case("decode_eight_bits", eight_bits, _eight_bits, 2),
+    Case("decode_integers_by_head", scaled_heads, _scaled_heads(torch.int8), 2),
+    Case("decode_floats_of_4_bits_by_head", scaled_heads, _scaled_heads(torch.float8_e4m3fn), 2),
+    Case("decode_floats_of_3_bits_by_head", scaled_heads, _scaled_heads(torch.float8_e5m2), 2),
     Case("decode_four_bits", four_bits, _four_bits, 2),
     Case("decode_by_channel", by_channel, _by_channel, 2),
     Case("decode_variance_4", value_variance_centred, cache(4, b=1, h=2, d=16), 2),

@@ -14,11 +14,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ..build import op, rewrite, substitute
-from ..dtype import is_float
 from ..expr import Axis, Const, Expr, Index, Load, Op, Ref, const, free_axes, index, loads, ref, walk
 from ..integer import linear
 from ..plan import Accumulator, Loop, Step, Store
-from .roles import Roles, roles
+from .roles import Roles, numbers, roles
 
 Kernel = tuple[tuple[Axis, ...], tuple[Loop, ...], tuple[Store, ...]]
 
@@ -85,7 +84,7 @@ def _whole(axes: list[Axis], stores: tuple[Store, ...]) -> bool:
 def streams(loops: Iterable[Loop]) -> set[Load]:
     """What the loops load at every step."""
     updates = [(loop, s.update) for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
-    return {n for loop, e in updates for n in loads(e) if is_float(n.dtype) and loop.axis in free_axes(n)}
+    return {n for loop, e in updates for n in numbers(e) if loop.axis in free_axes(n)}
 
 
 def _divisor(axis: Axis, loops: tuple[Loop, ...]) -> int | None:

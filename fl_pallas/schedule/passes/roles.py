@@ -77,9 +77,9 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
         # Pairs of what is loaded by row, and by index, cost something whatever is done with them.
         features.remove(longest)
     rest = [a for a in axes if a not in features]
-    numbers = {n for n in every if is_float(n.dtype)}
+    computed = {n for e in bodies for n in numbers(e)}
     # Labels, where pairs are counted.
-    found = numbers if any(not loops or free_axes(n) & along for n in numbers) else every
+    found = computed if any(not loops or free_axes(n) & along for n in computed) else every
     inner = [n for n in found if not loops or free_axes(n) & along and not _is_table(n)]
 
     others = {*rest, *along}
@@ -97,6 +97,12 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
         row = None if few or any(isinstance(n, Reduce) for e in bodies for n in walk(e)) else _innermost(found, rest)
     column = None if loops else _other_side(row, rest, stores)
     return Roles(tuple(features), row, tuple(a for a in rest if a not in (row, column)), column, bool(beside))
+
+
+def numbers(e: Expr) -> set[Load]:
+    """What `e` loads to compute with: floats, and integers that become some (a cache of 8 bits)."""
+    cast = {n for n in walk(e) if isinstance(n, Op) and n.name == "cast" and is_float(n.dtype)}
+    return {n for n in loads(e) if is_float(n.dtype)}.union(*(loads(n) for n in cast))
 
 
 def _beside(whole: Collection[Axis], loops: tuple[Loop, ...]) -> set[Axis]:
