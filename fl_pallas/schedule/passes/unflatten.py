@@ -123,12 +123,12 @@ def _unmasked(body: Expr, axes: set[Axis]) -> set[Axis]:
 
 def _shared(body: Expr, axes: set[Axis]) -> set[Axis]:
     """The axes (heads) that both sides of a matrix product inside have, where one side alone has another (queries). (A
-    scale that several keys share is on their side: it has no axis that they have not.)"""
+    scale that several keys share is on their side, if the queries have none of the axes.)"""
     shared: set[Axis] = set()
     for r in (r for r in reductions(body) if is_covered(r)):
         sides = [own for f in factors(r.body) if r.axis in (own := free_axes(f))]
-        apart = ((s & axes, t & axes) for s, t in combinations(sides, 2) if not (s <= t or t <= s))
-        shared |= {a for s, t in apart if s != t for a in s & t}
+        if all(own & axes or len(own) == 1 for own in sides):
+            shared |= {a for s, t in combinations([own & axes for own in sides], 2) if s != t for a in s & t}
     return shared
 
 
