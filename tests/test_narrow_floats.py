@@ -57,10 +57,11 @@ def test_nothing_is_cast_beforehand(fn: Callable[..., Tensor]) -> None:
 
 
 def test_not_numbers(device: torch.device) -> None:
+    """(PyTorch's own kernels for a GPU make NaN of an infinite value.)"""
     q, k, v = drawn(torch.float32, torch.float8_e5m2, device)
     v = v.float()
     v[0, 1, 3, 2], v[1, 0, 5, 7] = torch.nan, torch.inf
-    run_and_check(plain, fl.compile(plain), [q, k, v.to(torch.float8_e5m2)])
+    run_and_check(turned, fl.compile(turned), [q, k, v.to(torch.float8_e5m2)])
 
 
 def test_gradients(device: torch.device) -> None:

@@ -29,6 +29,7 @@ from .distribute import distribute
 from .drawn import Inner, give_back
 from .narrow import narrow
 from .positions import by_position, without_gradient
+from .same import merge_masks
 from .shapes import by_shape
 from .terms import offer_terms
 from .translate import translate
@@ -171,6 +172,7 @@ def differentiable(
             return with_parameters(left_to_pytorch(translate(joint, unread), left, KEPT), parameters)
 
         with unset_fake_temporarily():
+            merge_masks(joint)
             _set_to_zero(joint, _zero(joint))
             by_shape(joint)
             narrow(joint)

@@ -8,7 +8,7 @@ has this as a step of its own; here it is a law of sums.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..build import dimensions, negate, op, reduce, rewrite, row_major, select, substitute, with_children
@@ -279,7 +279,7 @@ def _exchanged(r: Expr, known: _Known) -> tuple[Reduce, Binding, tuple[Expr, ...
         return None
     if not sources(known.sum) <= sources(r):
         return None
-    own = _factors(r.body)
+    own = _apart(_factors(r.body), r.axis)
     for n, inner in enumerate(own):
         if not isinstance(inner, Reduce) or inner.kind != "sum":
             continue
@@ -342,11 +342,26 @@ def _factors(e: Expr) -> tuple[Expr, ...]:
     return (e,)
 
 
+def _apart(factors: Iterable[Expr], axis: Axis) -> tuple[Expr, ...]:
+    """Factors, of which those that a mask along `axis` makes 0 are what is left and the mask: a program masks weights
+    behind the softmax, and their gradient is what is masked then, by the same."""
+    found: list[Expr] = []
+    for f in factors:
+        e = _canonical(f) if isinstance(f, Op) and f.name == "select" and is_float(f.dtype) else f
+        if isinstance(e, Op) and e.name == "select" and axis in free_axes(e.args[0]):
+            condition, kept, other = e.args
+            if isinstance(other, Const) and other.value == 0 and not isinstance(kept, Const):
+                found += [*_apart(_factors(kept), axis), condition]
+                continue
+        found.append(f)
+    return tuple(found)
+
+
 def _matched(known: Reduce, factors: tuple[Expr, ...], axis: Axis) -> tuple[Binding, tuple[Expr, ...]] | None:
     """The indices that make the product under `known` the product of `factors`, its axis being `axis`, but for factors
     that do not vary along it; and those. None if there are none.
     """
-    wanted, factors = (tuple(map(_canonical, fs)) for fs in (_factors(known.body), factors))
+    wanted, factors = (tuple(map(_canonical, fs)) for fs in (_apart(_factors(known.body), known.axis), factors))
     pairings = _pairings(wanted, factors, {known.axis: index(axis)})
     for binding, order, left in itertools.islice(pairings, MAX_PAIRINGS):
         if any(axis in free_axes(f) for f in left):

@@ -125,11 +125,17 @@ def _term(t: Term, r: Reduce, n: int, scope: Scope, state: _Streams) -> Expr:
     if t.exponent is not None:
         # exp(c·x - c·max x) as a power of two: one multiplication and one instruction on a GPU.
         core, factor = positive_factor(t.exponent)
-        peak = _accumulate("max", core, scope.dtype, None, None, n, state)
-        assert isinstance(peak, Ref)
+        peak, kept = _peak_of_all(t.exponent, t.offset, n, state), None
+        if peak is None:
+            found = _accumulate("max", core, scope.dtype, None, None, n, state)
+            assert isinstance(found, Ref)
+            peak = found
+        else:
+            kept, core, factor = _kept(t.exponent), state.extremes[peak.name][1], 1.0
         anchor = peak, scope.const(factor * math.log2(math.e))
         guard = _guard(peak, scope.dtype)
         weight = power_of_difference(cast(core, scope.dtype), guard, factor, scope.dtype)
+        weight = weight if kept is None else select(kept, weight, scope.const(0.0))
         offset, other = _from_reference(peak, factor, t.offset, scope, state)
         scale = scope.op("mul", scale, scope.op("exp", offset))
     elif t.offset is not None:
@@ -145,6 +151,26 @@ def _term(t: Term, r: Reduce, n: int, scope: Scope, state: _Streams) -> Expr:
     for gate in t.gates:
         value = select(gate, value, scope.const(0.0))
     return value
+
+
+def _peak_of_all(exponent: Expr, offset: Expr | None, n: int, state: _Streams) -> Ref | None:
+    """The running maximum that an offset takes off, of which the exponent is what a mask keeps: weights that a mask
+    filled with a number before the softmax, and with 0 behind it. What they are taken about serves what is kept."""
+    kept = _kept(exponent)
+    for c, e in _scaled_terms(offset, 1.0) if offset is not None and kept is not None else ():
+        if c == -1.0 and isinstance(e, Ref) and _is_maximum(e, state) and state.home[e.name] == n:
+            _, update = state.extremes[e.name]
+            if isinstance(update, Op) and select(kept, update, exponent.args[2]) is exponent:  # type: ignore[union-attr]
+                return e
+    return None
+
+
+def _kept(exponent: Expr) -> Expr | None:
+    """The mask outside of which an exponent is -inf."""
+    if not isinstance(exponent, Op) or exponent.name != "select":
+        return None
+    low = exponent.args[2]
+    return exponent.args[0] if isinstance(low, Const) and low.value == -math.inf else None
 
 
 def _chosen(value: Expr, t: Term, peak: Ref | None, other: Ref | None, n: int, scope: Scope, state: _Streams) -> Expr:
