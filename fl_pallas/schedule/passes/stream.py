@@ -157,10 +157,13 @@ def _peak_of_all(exponent: Expr, offset: Expr | None, n: int, state: _Streams) -
     """The running maximum that an offset takes off, of which the exponent is what a mask keeps: weights that a mask
     filled with a number before the softmax, and with 0 behind it. What they are taken about serves what is kept."""
     kept = _kept(exponent)
-    for c, e in _scaled_terms(offset, 1.0) if offset is not None and kept is not None else ():
+    if kept is None or offset is None:
+        return None
+    for c, e in _scaled_terms(offset, 1.0):
         if c == -1.0 and isinstance(e, Ref) and _is_maximum(e, state) and state.home[e.name] == n:
             _, update = state.extremes[e.name]
-            if isinstance(update, Op) and select(kept, update, exponent.args[2]) is exponent:  # type: ignore[union-attr]
+            # (Where the mask filled with -inf, both are one.)
+            if update is not exponent and select(kept, update, const(-math.inf, update.dtype)) is exponent:
                 return e
     return None
 
