@@ -125,13 +125,11 @@ def _term(t: Term, r: Reduce, n: int, scope: Scope, state: _Streams) -> Expr:
     if t.exponent is not None:
         # exp(c·x - c·max x) as a power of two: one multiplication and one instruction on a GPU.
         core, factor = positive_factor(t.exponent)
-        peak, kept = _peak_of_all(t.exponent, t.offset, n, state), None
-        if peak is None:
-            found = _accumulate("max", core, scope.dtype, None, None, n, state)
-            assert isinstance(found, Ref)
-            peak = found
-        else:
-            kept, core, factor = _kept(t.exponent), state.extremes[peak.name][1], 1.0
+        serving = _peak_of_all(t.exponent, t.offset, n, state)
+        peak, kept = serving or (_accumulate("max", core, scope.dtype, None, None, n, state), None)
+        assert isinstance(peak, Ref)
+        if kept is not None:
+            core, factor = state.extremes[peak.name][1], 1.0
         anchor = peak, scope.const(factor * math.log2(math.e))
         guard = _guard(peak, scope.dtype)
         weight = power_of_difference(cast(core, scope.dtype), guard, factor, scope.dtype)
@@ -153,27 +151,21 @@ def _term(t: Term, r: Reduce, n: int, scope: Scope, state: _Streams) -> Expr:
     return value
 
 
-def _peak_of_all(exponent: Expr, offset: Expr | None, n: int, state: _Streams) -> Ref | None:
+def _peak_of_all(exponent: Expr, offset: Expr | None, n: int, state: _Streams) -> tuple[Ref, Expr] | None:
     """The running maximum that an offset takes off, of which the exponent is what a mask keeps: weights that a mask
-    filled with a number before the softmax, and with 0 behind it. What they are taken about serves what is kept."""
-    kept = _kept(exponent)
-    if kept is None or offset is None:
+    filled with a number before the softmax, and with 0 behind it. What they are taken about serves what is kept; and that mask."""
+    if not isinstance(exponent, Op) or exponent.name != "select" or offset is None:
+        return None
+    mask, _, low = exponent.args
+    if not isinstance(low, Const) or low.value != -math.inf:
         return None
     for c, e in _scaled_terms(offset, 1.0):
         if c == -1.0 and isinstance(e, Ref) and _is_maximum(e, state) and state.home[e.name] == n:
             _, update = state.extremes[e.name]
             # (Where the mask filled with -inf, both are one.)
-            if update is not exponent and select(kept, update, const(-math.inf, update.dtype)) is exponent:
-                return e
+            if update is not exponent and select(mask, update, low) is exponent:
+                return e, mask
     return None
-
-
-def _kept(exponent: Expr) -> Expr | None:
-    """The mask outside of which an exponent is -inf."""
-    if not isinstance(exponent, Op) or exponent.name != "select":
-        return None
-    low = exponent.args[2]
-    return exponent.args[0] if isinstance(low, Const) and low.value == -math.inf else None
 
 
 def _chosen(value: Expr, t: Term, peak: Ref | None, other: Ref | None, n: int, scope: Scope, state: _Streams) -> Expr:
