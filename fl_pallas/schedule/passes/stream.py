@@ -152,8 +152,8 @@ def _term(t: Term, r: Reduce, n: int, scope: Scope, state: _Streams) -> Expr:
 
 
 def _peak_of_all(exponent: Expr, offset: Expr | None, n: int, state: _Streams) -> tuple[Ref, Expr] | None:
-    """The running maximum that an offset takes off, of which the exponent is what a mask keeps: weights that a mask
-    filled with a number before the softmax, and with 0 behind it. What they are taken about serves what is kept; and that mask."""
+    """The running maximum that an offset takes off, of which the exponent is what a mask keeps, and the mask: weights
+    that it filled with a number before the softmax, and with 0 behind it. One reference serves all of them."""
     if not isinstance(exponent, Op) or exponent.name != "select" or offset is None:
         return None
     mask, _, low = exponent.args
