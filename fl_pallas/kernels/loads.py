@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import triton as plgpu
 
+from ..schedule.build import substitute
 from ..schedule.dtype import itemsize
-from ..schedule.expr import Axis, Expr, Index, Load, Size, free_axes, walk
+from ..schedule.expr import Axis, Const, Expr, Index, Load, Op, Size, free_axes, index, walk
 from ..schedule.integer import from_linear, is_inside, linear
 from .blocks import Block, block_load, block_shape, flattened
 from .native import direct
@@ -23,6 +24,8 @@ def load(ctx: Context, e: Load) -> Tile:
 def _loaded(ctx: Context, e: Load) -> Tile:
     operand = ctx.operands[e.source]
     axes = ctx.sorted_axes(free_axes(e))
+    if operand.dtype in ("i8", "u8") and (shared := _shared_by(ctx, e.index)) is not None:
+        return _repeated(ctx, e, *shared)
     if any(ctx.group(n) for i in e.index for n in walk(i)):
         # What is of a group, and of no member, is loaded once for all of a tile.
         axes = ctx.sorted_axes({a for i in e.index for a in ctx.eval(i).axes})
@@ -34,6 +37,38 @@ def _loaded(ctx: Context, e: Load) -> Tile:
     zero = None if inside is None else jnp.zeros((), stored_type(operand.dtype))
     loaded = plgpu.load(reference, mask=inside, other=zero)
     return Tile(direct(loaded) if _is_scattered(ctx, operand, e.index) else loaded, axes)
+
+
+def _shared_by(ctx: Context, idx: tuple[Expr, ...]) -> tuple[Axis, int] | None:
+    """An axis of which so many neighbours, a power of two, have one element of what lies side by side (two numbers of
+    four bits a byte); None if none has."""
+    last = idx[-1] if idx else None
+    if not isinstance(last, Op) or last.name != "floordiv" or not isinstance(last.args[0], Index):
+        return None
+    axis, number = last.args[0].axis, last.args[1]
+    if not isinstance(number, Const) or axis.size is not None or any(axis in free_axes(i) for i in idx[:-1]):
+        return None
+    n, side = int(number.value), ctx.side(axis)
+    return (axis, n) if 1 < n < side and n & (n - 1) == 0 and side % n == 0 else None
+
+
+def _repeated(ctx: Context, e: Load, axis: Axis, n: int) -> Tile:
+    """A load of each element that `n` indices of an axis share, once; by each of them it would be a load of its own."""
+    few = Axis(f"%{axis.name}/{n}", -(-axis.extent // n))
+    ctx.places[few] = axis
+    start = ctx.start(axis)
+    ctx.push({} if start is None else {few: lax.div(start, jnp.int32(n))}, {few: ctx.side(axis) // n})
+    try:
+        shared = substitute(e, {}, {e.index[-1]: index(few)})
+        assert isinstance(shared, Load)
+        once = load(ctx, shared)
+    finally:
+        ctx.pop()
+    at = once.axes.index(few)
+    shape = (*once.array.shape[: at + 1], n, *once.array.shape[at + 1 :])
+    every = lax.broadcast_in_dim(once.array, shape, tuple(d for d in range(len(shape)) if d != at + 1))
+    whole = (*shape[:at], shape[at] * n, *shape[at + 2 :])
+    return Tile(every.reshape(whole), tuple(axis if a == few else a for a in once.axes))
 
 
 def _is_scattered(ctx: Context, operand: Operand, idx: tuple[Expr, ...]) -> bool:

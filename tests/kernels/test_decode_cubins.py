@@ -16,7 +16,8 @@ from tests.test_decode import LENGTHS
 DECODE = {case.name: case for case in CASES}
 COMPILED = (
     "decode_plain_1 decode_plain_4 decode_gqa_sdpa_1 decode_gqa_window_4 decode_alibi_4 decode_lengths_1 "
-    "decode_entropy_1 decode_two_sums_4 decode_softcap_1 decode_spread_4"
+    "decode_entropy_1 decode_two_sums_4 decode_softcap_1 decode_spread_4 decode_paged decode_quantised_pages "
+    "decode_eight_bits decode_floats_of_4_bits_by_head decode_by_channel"
 ).split()
 
 
@@ -37,6 +38,13 @@ def test_no_spills(name: str) -> None:
     assert len(made) == 2
     assert all(f.cubin.stack == 0 for f in made)
     assert "cp.async" in made[0].cubin.asm["ptx"], "loads that feed no matrix product wait for their data"
+
+
+def test_packed_bytes_are_loaded_as_they_lie() -> None:
+    """Sixteen at a time, ahead of their use, and taken apart then."""
+    first, _ = compiled(DECODE["decode_four_bits"], torch.bfloat16)
+    ptx = first.cubin.asm["ptx"]
+    assert "cp.async" in ptx and "ld.global.b8" not in ptx and first.cubin.stack == 0
 
 
 @pytest.mark.parametrize("name", ["decode_plain_1", "decode_gqa_sdpa_4"])
