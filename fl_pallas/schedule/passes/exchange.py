@@ -350,11 +350,19 @@ def _apart(factors: Iterable[Expr], axis: Axis) -> tuple[Expr, ...]:
         e = _canonical(f) if isinstance(f, Op) and f.name == "select" and is_float(f.dtype) else f
         if isinstance(e, Op) and e.name == "select" and axis in free_axes(e.args[0]):
             condition, kept, other = e.args
-            if isinstance(other, Const) and other.value == 0 and not isinstance(kept, Const):
-                found += [*_apart(_factors(kept), axis), condition]
+            parts = _factors(kept)
+            if isinstance(other, Const) and other.value == 0 and all(_is_finite(p, axis) for p in parts):
+                found += [*parts, condition]
                 continue
         found.append(f)
     return tuple(found)
+
+
+def _is_finite(e: Expr, axis: Axis) -> bool:
+    """Whether what a mask makes 0 is a weight of a softmax, or a sum of products: of an infinity that another factor
+    is masked beside, 0 times as much is NaN in PyTorch."""
+    weight = isinstance(e, Op) and e.name == "exp" and isinstance(e.args[0], Op) and e.args[0].name == "sub"
+    return weight or axis not in free_axes(e) or isinstance(e, Reduce)
 
 
 def _matched(known: Reduce, factors: tuple[Expr, ...], axis: Axis) -> tuple[Binding, tuple[Expr, ...]] | None:
