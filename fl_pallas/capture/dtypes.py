@@ -22,7 +22,7 @@ _TORCH = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def short_dtype(dtype: torch.dtype) -> str | None:
-    """The short name of `dtype`; None if a Program cannot hold it (complex, float8 without infinities, …)."""
+    """The short name of `dtype`; None if a Program cannot hold it (complex, `float8_e4m3fnuz`, …)."""
     return _NAMES.get(dtype)
 
 

@@ -62,17 +62,20 @@ def relaid(module: Any) -> Any:
     twice besides, once to that order and once from it. The relative positions of a Conformer took 1.3 to 2 times as
     long (8 × 4 × 1024², an H100).
     """
-    gathers, products = list[Any](), dict[str, Any]()
-    makers, readers = dict[int, Any](), dict[int, list[Any]]()
+    from triton._C.libtriton import ir, passes
+
+    gathers = list[Any]()
+    module.walk(lambda op: gathers.append(op) if op.get_name() == "tt.gather" else None)
+    if not gathers:
+        return module
+    products, makers, readers = dict[str, Any](), dict[int, Any](), dict[int, list[Any]]()
 
     def note(op: Any) -> None:
         for n in range(op.get_num_operands()):
             readers.setdefault(op.get_operand(n).id(), []).append(op)
         for n in range(op.get_num_results()):
             makers[op.get_result(n).id()] = op
-        if op.get_name() == "tt.gather":
-            gathers.append(op)
-        elif op.get_name() in ("ttng.warp_group_dot", "tt.dot"):
+        if op.get_name() in ("ttng.warp_group_dot", "tt.dot"):
             products.setdefault(_shape(op.get_result(0)), op.get_result(0))
 
     def reader(value: Any, name: str) -> Any:
@@ -92,16 +95,13 @@ def relaid(module: Any) -> Any:
         like = wanted or out and products.get(_shape(out))
         if like:
             _gather_as(module, op, row, like, wanted or out)
-    if gathers:
-        from triton._C.libtriton import ir, passes
-
-        manager = ir.pass_manager(module.context)
-        # Indices are computed as they are wanted, and so is what is computed of elements.
-        passes.ttgpuir.add_remove_layout_conversions(manager)
-        passes.ttgpuir.add_reduce_data_duplication(manager)
-        passes.common.add_cse(manager)
-        passes.common.add_canonicalizer(manager)
-        manager.run(module, "relaid")
+    manager = ir.pass_manager(module.context)
+    # Indices are computed as they are wanted, and so is what is computed of elements.
+    passes.ttgpuir.add_remove_layout_conversions(manager)
+    passes.ttgpuir.add_reduce_data_duplication(manager)
+    passes.common.add_cse(manager)
+    passes.common.add_canonicalizer(manager)
+    manager.run(module, "relaid")
     return module
 
 

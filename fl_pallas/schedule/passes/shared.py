@@ -50,10 +50,8 @@ def with_windows(loops: Sequence[Loop], choices: Choices) -> int:
             kept, gone = (tiles.get(a, covering_tile(a)) for a in (s.kept, s.gone))
             window = max(window, 4 * kept * s.width(kept, gone))
         own = {side for p in (*products, *(s.product for s in sheared)) for side in (p.left, p.right)}
-        axes = {side: frozenset[Axis]().union(*map(free_axes, side)) for side in own}
-        still = [
-            side for side in own if loop.axis not in axes[side] and not any(s.window in axes[side] for s in sheared)
-        ]
+        moving = {loop.axis, *(s.window for s in sheared)}
+        still = (side for side in own if not any(free_axes(f) & moving for f in side))
         most = max(most, sum(_bytes(side, tiles) for side in still))
     return most + staged(loops, choices) + window if window else 0
 
