@@ -49,7 +49,7 @@ def _shared_by(ctx: Context, idx: tuple[Expr, ...]) -> tuple[Axis, int] | None:
     if not isinstance(number, Const) or axis.size is not None or any(axis in free_axes(i) for i in idx[:-1]):
         return None
     n, side = int(number.value), ctx.side(axis)
-    return (axis, n) if 1 < n < side and n & (n - 1) == 0 and side % n == 0 else None
+    return (axis, n) if 1 < n < min(side, axis.extent) and n & (n - 1) == 0 and side % n == 0 else None
 
 
 def _repeated(ctx: Context, e: Load, axis: Axis, n: int) -> Tile:
