@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ..schedule.dtype import is_float
@@ -14,7 +13,7 @@ from ..schedule.expr import Const, Expr, Op
 from ..schedule.integer import bounds
 from ..schedule.laws import non_negative
 from ..schedule.magnitude import magnitude
-from .native import extreme, quotient
+from .native import extreme, never, quotient
 from .pointwise import POINTWISE, log1p, log2_by_parts
 from .tile import Context, Tile
 from .turn import turned
@@ -104,12 +103,3 @@ def _is_narrow(e: Expr) -> bool:
     """Whether LLVM would divide these numbers as pairs of 16 bits."""
     span = bounds(e)
     return span is not None and -(2**15) <= span[0] and span[1] < 2**16
-
-
-def never() -> Array:
-    """0, of which LLVM has to believe that it may be 2 ** 20.
-
-    ptxas (12.8 to 13.0) loses the constant of some sums of 16-bit pairs, which LLVM makes where it divides narrow
-    numbers (`is_miscompiled` in cubin.py knows such code).
-    """
-    return lax.shift_left(lax.shift_right_logical(pl.program_id(0), jnp.int32(30)), jnp.int32(20))

@@ -24,9 +24,9 @@ from ..schedule.plan import (
     stored_in,
     without_maxima,
 )
-from .elementwise import combined, never
+from .elementwise import combined
 from .evaluate import Evaluator
-from .native import read_once
+from .native import never, read_once
 from .products import side_tile
 from .reductions import identity_of, reduce_tile
 from .steady import hoist, steady_sides

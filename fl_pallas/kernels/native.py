@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxlib.mlir import ir
 
@@ -54,6 +55,26 @@ def opaque(x: Array, interpret: bool) -> Array:
 
 def _copied(x: Array) -> Array:
     return _assembly("mov.b32 $0, $1;", x.dtype, x, constraints="=r,r")
+
+
+def never() -> Array:
+    """0, of which compilers have to believe that it may be 2 ** 20.
+
+    ptxas (12.8 to 13.0) loses the constant of some sums of 16-bit pairs, which LLVM makes where it divides narrow
+    numbers (`is_miscompiled` in machine_code.py knows such code).
+    """
+    return lax.shift_left(lax.shift_right_logical(pl.program_id(0), jnp.int32(30)), jnp.int32(20))
+
+
+def uncertain(x: Array) -> Array:
+    """`x` of float32, none of whose elements compilers know.
+
+    Where an operand of two matrix products has numbers that are the same whatever the kernel reads (a mask's, in a
+    tile whose place is known), ptxas (12.8, 12.9) writes them to the operand's registers ahead of the second product
+    alone.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32) ^ never()
+    return lax.bitcast_convert_type(bits, x.dtype)
 
 
 def quotient(a: Array, b: Array) -> Array:

@@ -13,6 +13,7 @@ from ..schedule.dtype import is_float
 from ..schedule.expr import Axis, Expr, Load, free_axes, ref_names
 from ..schedule.inner import PARTS, ROWS, Product, Sheared, multiplied_in, parts_of, within_sides
 from .loads import load
+from .native import uncertain
 from .skew import skewed
 from .tile import JNP, Context, Tile, transposed
 
@@ -245,6 +246,9 @@ def side_tile(ctx: Context, s: Side) -> Tile:
     inside = ctx.within(axis)
     if inside is not None:
         x = jnp.where(ctx.spread(inside, axes), x, jnp.zeros_like(x))
+    masked = [a for a in axes if a in ctx.order or a == axis and inside is not None]
+    if x.dtype == jnp.float32 and not ctx.interpret and any(map(ctx.is_known, masked)):
+        x = uncertain(x)
     return Tile(x.astype(narrow), axes)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.core import Tracer
 
 from ..schedule.dtype import is_float, is_narrow_float
 from ..schedule.expr import Axis, Const, Expr, Index, Op, Size, free_axes, ref_names
@@ -27,6 +28,8 @@ JNP = {
 }  # fmt: skip
 # In whose place an axis stands that is a tile's first dimension, which a thread has to itself.
 FIRST = Axis("%first", 1)
+# Tiles along a loop's axis that LLVM may write out one by one.
+FEW = 4
 
 
 def stored_type(dtype: str) -> Any:
@@ -217,6 +220,12 @@ class Context(ABC):
             return Tile(jnp.int32(0) if start is None else start, ())
         along = lax.iota(jnp.int32, side)
         return Tile(along if start is None else along + start, (axis,))
+
+    def is_known(self, axis: Axis) -> bool:
+        """Whether compilers may find out the indices of the current tile along `axis`."""
+        by_program = axis in self.scopes[0].starts
+        is_written_out = axis.size is None and axis.extent <= FEW * self.side(axis) and not by_program
+        return self.side(axis) > 1 and (is_written_out or not isinstance(self.start(axis), Tracer))
 
     def group(self, e: Expr) -> tuple[Axis, Array, int] | None:
         """Of a quotient or remainder of indices by a number, where all of the current tile has the same quotient: the

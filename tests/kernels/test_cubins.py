@@ -20,9 +20,10 @@ from fl_pallas.bridge.dlpack import matmul_precision
 from fl_pallas.errors import Unsupported
 from fl_pallas.kernels import cubin, loops
 from fl_pallas.kernels.blocks import ENGINE
-from fl_pallas.kernels.cubin import SOUND, Cubin, compile_ttir, is_miscompiled, is_serial, simplified
+from fl_pallas.kernels.cubin import SOUND, Cubin, compile_ttir, is_serial, simplified
 from fl_pallas.kernels.fit import SPILL, fitting
 from fl_pallas.kernels.lower import Lowered, lower_contiguous
+from fl_pallas.kernels.machine_code import is_miscompiled
 from fl_pallas.schedule import pipeline
 from fl_pallas.schedule.passes import skip_tiles
 from fl_pallas.schedule.plan import KernelPlan, operand_names

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fl_pallas.errors import Unsupported
 from fl_pallas.kernels import blocks, loops
-from fl_pallas.kernels.cubin import compile_ttir, loses_operand, simplified, steady_operands
+from fl_pallas.kernels.cubin import compile_ttir, simplified
+from fl_pallas.kernels.machine_code import loses_operand, steady_operands
 
 from .test_cubins import kernels_made
 
