@@ -22,6 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..errors import Unsupported
+from .put import by_sums
 from .splice import item, sort
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def _by_inductor(gm: GraphModule, examples: Sequence[torch.Tensor]) -> Function:
     with plain[0], plain[1], plain[2], unset_fake_temporarily(), _as_eager(), tracing(TracingContext(mode)):
         with mode:
             fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in examples]
-        simple = make_fx(gm, decomposition_table=select_decomp_table())(*fakes)
+        simple = make_fx(gm, decomposition_table=by_sums(select_decomp_table()))(*fakes)
         (out,) = (n for n in simple.graph.nodes if n.op == "output")
         # Strides of results are PyTorch's.
         out.meta["user_visible_output_idxs"] = [*range(len(out.args[0]))]
@@ -122,10 +123,12 @@ class Whole:
 def _whole_by_inductor(gm: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
 
     # What fails does so here, and not in a backward pass.
     with _as_eager(), config.patch(force_non_lazy_backward_lowering=True):
-        return compile_fx(GraphModule(gm, _copy(gm.graph)), [*args], inner_compile=_checked)  # type: ignore
+        plain = GraphModule(gm, _copy(gm.graph))
+        return compile_fx(plain, [*args], inner_compile=_checked, decompositions=by_sums(select_decomp_table()))  # type: ignore
 
 
 def _checked(gm: GraphModule, examples: Sequence[Any], **options: Any) -> Any:
