@@ -14,7 +14,7 @@ from fl_pallas.capture.aten import to_aten
 from fl_pallas.schedule.expr import Axis, Expr, Index, Ref, index
 from fl_pallas.schedule.interior import interior_steps
 from fl_pallas.schedule.pipeline import Schedule, schedule
-from fl_pallas.schedule.plan import FLOOR, Accumulator, KernelPlan, Loop, Step, bounds_of
+from fl_pallas.schedule.plan import Accumulator, KernelPlan, Loop, Step, bounds_of
 from fl_pallas.schedule.program import Program
 
 from .evaluate import _REDUCTIONS, Scope, _Evaluator, evaluate, storage
@@ -158,9 +158,9 @@ class PlanRun:
             # Tiles, and not rows alone, do without bounds; for what is computed that is the same.
             hold = np.isfinite(outer[name]) & (outer[name] != 0)
             begin, end = np.where(hold, begin, 0), np.where(hold, end, -(-loop.axis.extent // side))
-        for load in loop.above if self.bounded else ():
+        for load, least in loop.above if self.bounded else ():
             found = TileEvaluator(self.known, {}, {loop.axis: (0, loop.axis.extent)}).at(load, (*self.scope, loop.axis))
-            hold = (np.isfinite(found) & (found >= FLOOR)).all()
+            hold = (np.isfinite(found) & (found >= least)).all()
             begin, end = np.where(hold, begin, 0), np.where(hold, end, -(-loop.axis.extent // side))
         return begin, end
 

@@ -11,6 +11,7 @@ from torch import Tensor
 import fl_pallas as fl
 
 from .oracle import check_gradients, run_and_check
+from .unrun import explain
 
 Weights = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -94,3 +95,53 @@ def test_gradients_of_what_scales_rows_that_see_nothing(device: torch.device) ->
     (found,) = torch.autograd.grad(fl.compile(attention, dynamic=False)(*x, keep, t).sum(), [t])
     (wanted,) = torch.autograd.grad(attention(*(y.double() for y in x), keep, t).sum(), [t])
     assert torch.allclose(found, wanted, rtol=1e-4)
+
+
+def _additive(scores: Tensor, hidden: Tensor) -> Tensor:
+    return scores + torch.zeros_like(hidden, dtype=scores.dtype).masked_fill(hidden, -torch.inf)
+
+
+MASKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "filled": lambda scores, hidden: scores.masked_fill(hidden, -torch.inf),
+    "chosen": lambda scores, hidden: torch.where(hidden, -torch.inf, scores),
+    "added": _additive,
+}
+
+
+@pytest.mark.parametrize("unseen", ["none", "some", "all"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradients_are_nan_where_pytorchs_are(mask: str, unseen: str, device: torch.device) -> None:
+    """Of keys in tiles too that no row sees: a row of nothing but NaN weighs them."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, length: Tensor, first: Tensor) -> Tensor:
+        i, j = (torch.arange(x.shape[-2], device=x.device) for x in (q, k))
+        hidden = (j >= length[:, None, None, None]) | (i[:, None] < first) | (j > i[:, None])
+        return MASKS[mask](q @ k.mT / 4, hidden).softmax(-1) @ v
+
+    given = [torch.randn(2, 1, 300, 16, device=device) for _ in range(3)]
+    length, first = torch.tensor([300, 0 if unseen == "all" else 40]), torch.tensor(7 if unseen == "some" else 0)
+    check_gradients(attention, fl.compile(attention), [*given, length.to(device), first.to(device)], name=unseen)
+
+
+MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "causal": lambda i, j: j > i,
+    "window": lambda i, j: (j > i) | (i - j > 30),
+    "both sides": lambda i, j: (i - j).abs() > 30,
+    "dilated": lambda i, j: (j > i) | ((i - j) % 3 != 0),
+    "blocks": lambda i, j: i // 16 != j // 16,
+    "prefix": lambda i, j: (j > i) & (j >= 20),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_rows_that_see_themselves_are_not_asked(name: str) -> None:
+    """Where a mask lets something through for each row, whatever it is, no kernel looks whether there was something."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i, j = torch.arange(q.shape[-2]), torch.arange(k.shape[-2])
+        return (q @ k.mT).masked_fill(MASKED[name](i[:, None], j), -torch.inf).softmax(-1) @ v
+
+    given = [torch.randn(1, 2, 300, 16, requires_grad=True) for _ in range(3)]
+    loops = [loop for k in explain(attention, *given).graphs[-1].kernels for loop in k.loops]
+    assert loops and not any(loop.above for loop in loops)
+    assert all(loop.lower is not None or loop.upper is not None for loop in loops)

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ..schedule.expr import Axis, Expr, Op, loads, ref_names, walk
+from ..schedule.expr import Axis, Expr, Op, free_axes, loads, ref_names, walk
 from ..schedule.inner import power_of_two
 from ..schedule.interior import bare
 from ..schedule.plan import (
-    FLOOR,
     Accumulator,
     Interior,
     KernelPlan,
@@ -184,22 +183,30 @@ class Loops:
         return hold
 
     def _are_above(self, loop: Loop) -> Array:
-        """Whether what a loop's bounds rest on is no less than FLOOR, and finite, all along its axis."""
+        """Whether what a loop's bounds rest on is no less than a number, and finite: for the tile, and all along the
+        loop's axis."""
         ev = self.ev
-        if not loop.above:
-            return jnp.bool_(True)
         side = min(LOOKED_AT, power_of_two(loop.axis.extent))
+
+        def good(e: Expr, least: float) -> Array:
+            x = ev.eval(e)
+            return self._everywhere((x.array >= least) & (x.array < jnp.inf), x.axes)
+
+        along = [(e, least) for e, least in loop.above if loop.axis in free_axes(e)]
+        hold = jnp.bool_(True)
+        for e, least in loop.above:
+            hold = hold if (e, least) in along else hold & good(e, least)
+        if not along:
+            return hold
 
         def look(n: Array, hold: Array) -> Array:
             ev.push({loop.axis: n * jnp.int32(side)}, {loop.axis: side})
-            for e in loop.above:
-                x = ev.eval(e)
-                good = self._everywhere((x.array >= FLOOR) & (x.array < jnp.inf), x.axes)
-                hold = hold * good.astype(jnp.int32)
+            for e, least in along:
+                hold = hold * good(e, least).astype(jnp.int32)
             ev.pop()
             return hold
 
-        return lax.fori_loop(0, ev.tiles(loop.axis, side), look, jnp.int32(1)) > 0
+        return lax.fori_loop(0, ev.tiles(loop.axis, side), look, hold.astype(jnp.int32)) > 0
 
     def _everywhere(self, good: Array, axes: tuple[Axis, ...]) -> Array:
         """Whether something holds for all of a tile that lies inside of its axes."""

@@ -13,6 +13,8 @@ from .inner import ROWS
 
 # What masks put in the place of scores is this or less, if it is not -inf; and what maxima of scores are not below.
 HIDDEN, FLOOR = -9000.0, -4500.0
+# The least number of float32.
+LOWEST = -(2.0**128 - 2.0**104)
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,9 @@ class Loop:
     With `finite`, names of what earlier loops made, the bounds hold where these are finite numbers, and sums not 0, for
     the whole tile; elsewhere the loop runs over all indices, for what a mask hides is NaN then. With `settled`, they
     hold where the loop leaves maxima that are as large as this; elsewhere it goes on with the indices outside of them,
-    for a row of nothing but a large negative number has all of them count. With `above`, which are loads, they hold
-    where what is loaded all along the axis is finite and no less than FLOOR: rows' maxima, made by another kernel.
+    for a row of nothing but a large negative number has all of them count. With `above`, loads and a number each, they
+    hold where what is loaded, all along the axis or for the tile, is finite and no less than that: rows' maxima, made
+    by another kernel.
 
     With `parts`, a grid axis, the range within the bounds is shared out: the program at index n of that axis
     runs its n-th part alone, in whole tiles. Parts may be empty.
@@ -110,7 +113,7 @@ class Loop:
     guesses: tuple[Guess, ...] = ()
     finite: tuple[str, ...] = ()
     settled: tuple[tuple[str, float], ...] = ()
-    above: tuple[Expr, ...] = ()
+    above: tuple[tuple[Expr, float], ...] = ()
 
 
 def bounds_of(loop: Loop) -> tuple[Expr | None, ...]:
@@ -258,7 +261,7 @@ def expressions(plan: KernelPlan) -> list[Expr]:
     """Every expression of a plan."""
     out: list[Expr] = []
     for loop in plan.loops:
-        out += [*loop.above, *(e for e in bounds_of(loop) if e is not None)]
+        out += [*dict(loop.above), *(e for e in bounds_of(loop) if e is not None)]
         out += [e for s in loop.steps for e in step_expressions(s)]
     return out + [s.expr for s in plan.stores]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from .expr import Axis, Const, Expr, Index, Load, Op, Reduce, Ref, Size, children, free_axes, walk
-from .plan import FLOOR, Anchor, KernelPlan, Step, Store, bounds_of, stored_in, stored_last
+from .plan import LOWEST, Anchor, KernelPlan, Step, Store, bounds_of, stored_in, stored_last
 from .program import Program, Value
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ def plan_text(plan: KernelPlan) -> str:
         span = f"{low or 0} .. {high or loop.axis.extent}"
         part = f", part {loop.parts.name} of {loop.parts.extent}" if loop.parts is not None else ""
         every = f", all unless {', '.join(loop.finite)} finite" if loop.finite else ""
-        every += f", all unless {', '.join(map(expr_text, loop.above))} > {FLOOR:g}" if loop.above else ""
+        above = (f"{expr_text(e)} " + ("finite" if least == LOWEST else f"> {least:g}") for e, least in loop.above)
+        every += "".join(f", all unless {text}" for text in above)
         every += "".join(f", all unless {name} gets to {least:g}" for name, least in loop.settled)
         lines.append(f"  for {loop.axis.name} in {span} by {tile(loop.axis)}{part}  (of {loop.axis.extent}{every})")
         if inner:

@@ -12,10 +12,11 @@ from dataclasses import replace
 
 from ..build import FALSE, TRUE, negate, op
 from ..dtype import is_float
-from ..expr import Axis, Const, Expr, Load, Op, Reduce, Ref, children, const, free_axes, ref_names, walk
-from ..plan import FLOOR, HIDDEN, Accumulator, Anchor, Loop
+from ..expr import Axis, Const, Expr, Load, Op, Reduce, Ref, children, const, free_axes, loads, ref_names, walk
+from ..plan import FLOOR, HIDDEN, LOWEST, Accumulator, Anchor, Loop
 from ..reach import FINITE, MOST, Reach, reach
 from ..remember import remembered
+from .unseeing import perhaps_unseeing
 
 _IDENTITIES = {"sum": 0.0, "max": -math.inf, "min": math.inf}
 
@@ -45,18 +46,22 @@ def about_settled(loop: Loop, _: frozenset[Axis]) -> Loop:
 
 def about_above(loop: Loop, tiled: frozenset[Axis]) -> Loop:
     """`loop` with `above`, if more can be said of what contributes where rows' maxima, which another kernel has made,
-    are above what masks put in the place of scores."""
+    are finite, or above what masks put in the place of scores."""
     updates = [s.update for s in loop.steps if isinstance(s, Accumulator)]
     nodes = dict.fromkeys(n for e in updates for n in walk(e))
-    if not any(isinstance(n, Const) and -math.inf < n.value <= HIDDEN for n in nodes):
-        return loop
-    about = loop
-    for n in nodes:
+    is_hidden = any(isinstance(n, Const) and -math.inf < n.value <= HIDDEN for n in nodes)
+    least = FLOOR if is_hidden else LOWEST
+    unseeing = frozenset[Load]().union(*map(perhaps_unseeing, updates))
+    seeing = replace(loop, above=tuple((n, least) for n in nodes if n in unseeing))
+    if contribution(seeing) is contribution(loop):
+        seeing = loop
+    about = seeing
+    for n in nodes if is_hidden else ():
         # Not what would have to be looked at for each tile of the grid anew.
-        if isinstance(n, Load) and is_float(n.dtype) and not free_axes(n) & (tiled - {loop.axis}):
-            more = replace(loop, above=(n,))
-            if contribution(more) is not contribution(loop):
-                about = replace(about, above=(*about.above, n))
+        if isinstance(n, Load) and is_float(n.dtype) and n not in unseeing and not free_axes(n) & (tiled - {loop.axis}):
+            more = replace(seeing, above=(*seeing.above, (n, least)))
+            if contribution(more) is not contribution(seeing):
+                about = replace(about, above=(*about.above, (n, least)))
     return about
 
 
@@ -72,7 +77,7 @@ def contribution(loop: Loop) -> Expr:
     for step in loop.steps:
         if isinstance(step, Accumulator):
             least = settled.get(step.name, -math.inf)
-            about = (*loop.settled, *((load, FLOOR) for load in loop.above))
+            about = (*loop.settled, *loop.above)
             part = contributes(step.update, step.kind, finite, about, least)
             condition = op("or", condition, part, dtype="bool")
     return condition
@@ -91,13 +96,16 @@ def contributes(
       finite: names of values that are.
       about: values, by name, and loads that are no less than this, and finite.
 
-    Loaded data is taken to be finite. A running or final value is not, unless it is one of `finite`, and then it is no
-    sum that is 0 either: -inf - (-inf) and 0 · inf are NaN, as in the wholly masked row of a softmax, and must be kept.
+    Loaded data is taken to be finite, but for what a row has that may see nothing. A running or final value is not,
+    unless it is one of `finite`, and then it is no sum that is 0 either: -inf - (-inf) and 0 · inf are NaN, as in the
+    wholly masked row of a softmax, and must be kept.
     """
     if kind in _IDENTITIES:
         identity = _IDENTITIES[kind]
         floor = max(identity, least) if kind == "max" else identity
-        return _where_masked(_unless(update, identity, finite), update, (identity, floor), finite, about)
+        unseeing = perhaps_unseeing(update) - {e for e, _ in about if isinstance(e, Load)}
+        condition = _unless(update, identity, finite, unseeing)
+        return _where_masked(condition, update, (identity, floor), finite, about, unseeing)
     return update if kind == "any" else TRUE
 
 
@@ -108,6 +116,7 @@ def _where_masked(
     nothing: tuple[float, float],
     finite: frozenset[str],
     about: tuple[tuple[str | Expr, float], ...],
+    unseeing: frozenset[Load],
 ) -> Expr:
     """`condition`, and that no mask in `update` makes it `nothing`, from the one to the other number, whatever lies
     between: a maximum with 0, a sigmoid, a test for what the mask has put there."""
@@ -117,6 +126,8 @@ def _where_masked(
         least = known.get(e.name if isinstance(e, Ref) else e)
         if least is not None:
             return Reach(least, MOST)
+        if e in unseeing:
+            return Reach(-math.inf, MOST)
         return FINITE if isinstance(e, Ref) and e.name in finite or _is_replaced_maximum(e) else None
 
     for test in _selecting(update):
@@ -150,11 +161,12 @@ def _is_computed(e: Expr) -> bool:
 
 
 @remembered
-def _unless(e: Expr, identity: float, finite: frozenset[str]) -> Expr:
+def _unless(e: Expr, identity: float, finite: frozenset[str], unseeing: frozenset[Load]) -> Expr:
     """A condition that holds wherever `e` differs from `identity` (0, inf or -inf)."""
 
     def unless(x: Expr, value: float, others: tuple[Expr, ...] = ()) -> Expr:
-        return _unless(x, value, finite) if all(_is_finite(o, finite) for o in others) else TRUE
+        are_finite = all(_is_finite(o, finite) and unseeing.isdisjoint(loads(o)) for o in others)
+        return _unless(x, value, finite, unseeing) if are_finite else TRUE
 
     def either(name: str, a: Expr, b: Expr) -> Expr:
         return op(name, a, b, dtype="bool")

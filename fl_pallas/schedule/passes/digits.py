@@ -31,7 +31,8 @@ def apart(
         own = is_float(node.dtype) and all(isinstance(extent, int) for extent in shape)
         digits = tuple(_digits(i, n) if own else (n,) for i, n in zip(node.index, shape, strict=True))
         found.setdefault(node.source, set()).add(digits)
-    bounds = (e for plan in plans for loop in plan.loops for e in (*loop.above, *bounds_of(loop)) if e is not None)
+    loops = [loop for plan in plans for loop in plan.loops]
+    bounds = [e for loop in loops for e in (*dict(loop.above), *bounds_of(loop)) if e is not None]
     # What kernels store has the dimensions of that store, in an order of its own.
     fixed = {n.source for e in bounds for n in loads(e)} | {s.name for plan in plans for s in plan.stores}
     cut = {name: next(iter(ways)) for name, ways in found.items() if len(ways) == 1 and name not in fixed}
