@@ -64,8 +64,9 @@ def fitting(
     """
     lowered = _lowered_once(plan, lower)
     pick, *others = [replace(c, guesses=count == 1) for c in (plan.choices, *plan.others)]
-    # A loop about guesses comes with another about running maxima, once or never, in a third.
-    loops = 3 if count == 1 and has_guesses(plan) else 1
+    # A loop about guesses comes with another about running maxima, once or never, in a third; and one looks at what
+    # bounds rest on.
+    loops = (3 if count == 1 and has_guesses(plan) else 1) + any(loop.above for loop in plan.loops)
     first, *more = _forms(lowered(pick), capability, count, loops)
     waiting = [(pick, form) for form in (first, *more)] + [(c, first) for c in others]
     if count > 1 and lowered(pick).blocks:

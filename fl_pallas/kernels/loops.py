@@ -190,30 +190,38 @@ class Loops:
 
         def good(e: Expr, least: float) -> Array:
             x = ev.eval(e)
-            return self._everywhere((x.array >= least) & (x.array < jnp.inf), x.axes)
+            return self._or_outside((x.array >= least) & (x.array < jnp.inf), x.axes).astype(jnp.int32)
 
-        along = [(e, least) for e, least in loop.above if loop.axis in free_axes(e)]
-        hold = jnp.bool_(True)
-        for e, least in loop.above:
-            hold = hold if (e, least) in along else hold & good(e, least)
-        if not along:
-            return hold
-
-        def look(n: Array, hold: Array) -> Array:
+        def along(n: Array) -> list[Array]:
             ev.push({loop.axis: n * jnp.int32(side)}, {loop.axis: side})
-            for e, least in along:
-                hold = hold * good(e, least).astype(jnp.int32)
+            found = [good(e, least) for e, least in loop.above if loop.axis in free_axes(e)]
             ev.pop()
-            return hold
+            return found
 
-        return lax.fori_loop(0, ev.tiles(loop.axis, side), look, hold.astype(jnp.int32)) > 0
+        def both(n: Array, before: list[Array]) -> list[Array]:
+            return [x * y for x, y in zip(before, along(n), strict=True)]
+
+        # Element by element: threads have to wait for each other where they agree.
+        found = lax.fori_loop(1, ev.tiles(loop.axis, side), both, along(jnp.int32(0)))
+        found += [good(e, least) for e, least in loop.above if loop.axis not in free_axes(e)]
+        hold = jnp.bool_(True)
+        for x in found:
+            hold = hold & self._all(x)
+        return hold
 
     def _everywhere(self, good: Array, axes: tuple[Axis, ...]) -> Array:
         """Whether something holds for all of a tile that lies inside of its axes."""
+        return self._all(self._or_outside(good, axes).astype(jnp.int32))
+
+    def _or_outside(self, good: Array, axes: tuple[Axis, ...]) -> Array:
+        """Whether something holds for an element, or it lies outside of the tile's axes."""
         for a in axes:
             within = self.ev.within(a)
             good = good if within is None else good | ~self.ev.spread(within, axes)
-        count = good.astype(jnp.int32)
+        return good
+
+    def _all(self, count: Array) -> Array:
+        """Whether no element is 0."""
         while count.ndim:
             count = jnp.min(count, axis=count.ndim - 1)
         return count > 0
