@@ -127,8 +127,8 @@ def _whole_by_inductor(gm: GraphModule, args: Sequence[Any]) -> Callable[..., An
 
     # What fails does so here, and not in a backward pass.
     with _as_eager(), config.patch(force_non_lazy_backward_lowering=True):
-        plain = GraphModule(gm, _copy(gm.graph))
-        return compile_fx(plain, [*args], inner_compile=_checked, decompositions=by_sums(select_decomp_table()))  # type: ignore
+        plain, table = GraphModule(gm, _copy(gm.graph)), by_sums(select_decomp_table())
+        return compile_fx(plain, [*args], inner_compile=_checked, decompositions=table)  # type: ignore[return-value]
 
 
 def _checked(gm: GraphModule, examples: Sequence[Any], **options: Any) -> Any:

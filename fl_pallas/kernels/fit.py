@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from ..errors import Unsupported
-from ..schedule.plan import Choices, KernelPlan
+from ..schedule.plan import Choices, KernelPlan, above_along
 from ..schedule.target import Target, target_of
 from .cubin import SOUND, WARP, Cubin, check, compile_ttir, compiled, is_serial, newest_ptx, simplified
 from .lower import Lowered
@@ -66,7 +66,7 @@ def fitting(
     pick, *others = [replace(c, guesses=count == 1) for c in (plan.choices, *plan.others)]
     # A loop about guesses comes with another about running maxima, once or never, in a third; and one looks at what
     # bounds rest on.
-    loops = (3 if count == 1 and has_guesses(plan) else 1) + any(loop.above for loop in plan.loops)
+    loops = (3 if count == 1 and has_guesses(plan) else 1) + any(map(above_along, plan.loops))
     first, *more = _forms(lowered(pick), capability, count, loops)
     waiting = [(pick, form) for form in (first, *more)] + [(c, first) for c in others]
     if count > 1 and lowered(pick).blocks:

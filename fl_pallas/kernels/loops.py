@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ..schedule.expr import Axis, Expr, Op, free_axes, loads, ref_names, walk
+from ..schedule.expr import Axis, Expr, Op, loads, ref_names, walk
 from ..schedule.inner import power_of_two
 from ..schedule.interior import bare
 from ..schedule.plan import (
@@ -18,6 +18,7 @@ from ..schedule.plan import (
     Loop,
     Step,
     Store,
+    above_along,
     bounds_of,
     step_expressions,
     stored_in,
@@ -185,25 +186,26 @@ class Loops:
     def _are_above(self, loop: Loop) -> Array:
         """Whether what a loop's bounds rest on is no less than a number, and finite: for the tile, and all along the
         loop's axis."""
-        ev = self.ev
+        ev, all_along = self.ev, above_along(loop)
         side = min(LOOKED_AT, power_of_two(loop.axis.extent))
 
         def good(e: Expr, least: float) -> Array:
             x = ev.eval(e)
             return self._or_outside((x.array >= least) & (x.array < jnp.inf), x.axes).astype(jnp.int32)
 
-        def along(n: Array) -> list[Array]:
+        def look(n: Array) -> list[Array]:
             ev.push({loop.axis: n * jnp.int32(side)}, {loop.axis: side})
-            found = [good(e, least) for e, least in loop.above if loop.axis in free_axes(e)]
+            found = [good(*asked) for asked in all_along]
             ev.pop()
             return found
 
         def both(n: Array, before: list[Array]) -> list[Array]:
-            return [x * y for x, y in zip(before, along(n), strict=True)]
+            return [x * y for x, y in zip(before, look(n), strict=True)]
 
-        # Element by element: threads have to wait for each other where they agree.
-        found = lax.fori_loop(1, ev.tiles(loop.axis, side), both, along(jnp.int32(0)))
-        found += [good(e, least) for e, least in loop.above if loop.axis not in free_axes(e)]
+        found = [good(*asked) for asked in loop.above if asked not in all_along]
+        if all_along:
+            # Element by element: threads have to wait for each other where they agree.
+            found += lax.fori_loop(1, ev.tiles(loop.axis, side), both, look(jnp.int32(0)))
         hold = jnp.bool_(True)
         for x in found:
             hold = hold & self._all(x)

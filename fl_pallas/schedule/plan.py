@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 
 from .dtype import is_float
-from .expr import Axis, Expr, index, loads, reductions
+from .expr import Axis, Expr, free_axes, index, loads, reductions
 from .inner import ROWS
 
 # What masks put in the place of scores is this or less, if it is not -inf; and what maxima of scores are not below.
@@ -114,6 +114,11 @@ class Loop:
     finite: tuple[str, ...] = ()
     settled: tuple[tuple[str, float], ...] = ()
     above: tuple[tuple[Expr, float], ...] = ()
+
+
+def above_along(loop: Loop) -> list[tuple[Expr, float]]:
+    """Of `above` what varies along a loop's axis: another loop looks at it before this one begins."""
+    return [(e, least) for e, least in loop.above if loop.axis in free_axes(e)]
 
 
 def bounds_of(loop: Loop) -> tuple[Expr | None, ...]:

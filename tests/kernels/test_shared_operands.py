@@ -16,8 +16,7 @@ from fl_pallas.kernels.machine_code import loses_constant, shared_operands
 from tests.oracle import check
 
 from .test_cubins import kernels_made
-
-HOPPER = 90
+from .test_steady import HOPPER, sass
 
 
 def _later(scores: Tensor) -> Tensor:
@@ -73,10 +72,6 @@ PTX = """
     wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%f1,%f2}, {%r1,%r2,%r3,%r4}, %rd1, 1, 1, 1, 0;
 """
 PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR4], R24"
-
-
-def sass(*body: str) -> str:
-    return "\n".join(f"        /*{16 * n:04x}*/                   {line} ;" for n, line in enumerate(body))
 
 
 def test_operands_of_several() -> None:

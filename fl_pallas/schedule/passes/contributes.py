@@ -52,6 +52,8 @@ def about_above(loop: Loop, tiled: frozenset[Axis]) -> Loop:
     is_hidden = any(isinstance(n, Const) and -math.inf < n.value <= HIDDEN for n in nodes)
     least = FLOOR if is_hidden else LOWEST
     unseeing = frozenset[Load]().union(*map(perhaps_unseeing, updates))
+    if not is_hidden and not unseeing:
+        return loop
     seeing = replace(loop, above=tuple((n, least) for n in nodes if n in unseeing))
     if contribution(seeing) is contribution(loop):
         seeing = loop
