@@ -23,7 +23,7 @@ from .capture.laid import lay_as_pytorch
 from .capture.numbers import Numbers, has_numbers, numbers_of
 from .capture.writes import parts_between_writes, run_parts
 from .config import Config, config
-from .errors import Unsupported
+from .errors import Unsupported, failing
 from .explain import Explanation, Fallback, Graph, Stage
 from .fallback import NoRoad, enabled, moved, nbytes, refused, report, unfit
 from .realise import copied, device_of, functional, has_inductor, large, realised, scheduled
@@ -152,7 +152,7 @@ class _Specialised:
     def _build(self, args: Sequence[Any]) -> Callable[..., Any]:
         """What computes the graph for such arguments: kernels and what is left, or PyTorch alone."""
         try:
-            with _deep():
+            with _deep(), failing("the graph", self.settings.verify):
                 return self._planned(args)
         except NoRoad:
             raise
@@ -269,7 +269,7 @@ class _Specialised:
             with_reshapes(plain.graph)
             plain.recompile()
             try:
-                with compile_lock:
+                with compile_lock, failing(f"the {name} pass", self.settings.verify):
                     run, schedules[name] = self._compiled(aten, args, plain, together, name, known)
             except Unsupported as refusal:
                 self._tell(Graph(None, (refused(refusal),), (), name=name))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -47,6 +49,29 @@ class Unsupported(FlPallasError):
     def __init__(self, what: str, why: str, where: SourceLoc | None = None):
         self.what, self.why, self.where = what, why, where
         super().__init__(f"{what}: {why}" + (f" (at {where})" if where else ""))
+
+
+@contextlib.contextmanager
+def failing(what: str, loudly: bool) -> Iterator[None]:
+    """What goes wrong in the compiler itself is a reason to leave `what` to PyTorch, which then says so.
+
+    Args:
+      what: is compiled.
+      loudly: whether it stays an error, as tests want it.
+
+    Raises: Unsupported.
+    """
+    try:
+        yield
+    except (RecursionError, Warning):  # which a user may have made errors
+        raise
+    except Exception as error:
+        known = isinstance(error, FlPallasError) and not isinstance(error, ScheduleError)
+        if loudly or known or type(error).__module__.startswith("torch."):
+            raise
+        first = str(error).partition("\n")[0]
+        why = f"an error in fl_pallas, which is worth a report ({type(error).__name__}: {first})"
+        raise Unsupported(what, why) from error
 
 
 class FallbackWarning(UserWarning):

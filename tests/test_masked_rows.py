@@ -123,6 +123,19 @@ def test_gradients_are_nan_where_pytorchs_are(mask: str, unseen: str, device: to
     check_gradients(attention, fl.compile(attention), [*given, length.to(device), first.to(device)], name=unseen)
 
 
+def test_gradients_are_nan_with_biases(device: torch.device) -> None:
+    """Exponents are scaled by one of two numbers, whichever is in range, where a bias may be of any size."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        i, j = (torch.arange(x.shape[-2], device=x.device) for x in (q, k))
+        weights = (q @ k.mT / 4 + bias).masked_fill(j <= i[:, None], -torch.inf).softmax(-1)
+        return weights**1.5 @ v
+
+    given = [torch.randn(2, 1, 300, 16, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    bias = torch.randn(1, 300, 300, device=device, dtype=torch.bfloat16)
+    check_gradients(attention, fl.compile(attention), [*given, bias])
+
+
 MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "causal": lambda i, j: j > i,
     "window": lambda i, j: (j > i) | (i - j > 30),

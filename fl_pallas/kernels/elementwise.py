@@ -14,7 +14,7 @@ from ..schedule.integer import bounds
 from ..schedule.laws import non_negative
 from ..schedule.magnitude import magnitude
 from .native import extreme, never, quotient
-from .pointwise import POINTWISE, log1p, log2_by_parts
+from .pointwise import POINTWISE, log1p, log2_by_parts, tanh_by_exp
 from .tile import Context, Tile
 from .turn import turned
 
@@ -50,6 +50,8 @@ def elementwise(ctx: Context, e: Op) -> Tile:
         # One instruction, and four times as accurate as the bfloat16 that PyTorch would round to. Of a number
         # alone JAX would make a tensor, which goes with no other number.
         return Tile(plgpu.approx_tanh(arrays[0]), axes)
+    if e.name == "tanh" and ctx.compute == "f32" and ctx.interpret:
+        return Tile(tanh_by_exp(arrays[0]), axes)
     if e.name in ("floordiv", "mod") and axes and not ctx.interpret and _is_narrow(e.args[0]):
         arrays[0] = arrays[0] + never().astype(arrays[0].dtype)
     if e.name == "div" and ctx.compute == "f32" and (inverse := _inverse(e.args[1])) is not None:

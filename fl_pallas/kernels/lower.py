@@ -16,7 +16,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect
 
-from ..errors import Unsupported
+from ..config import config
+from ..errors import Unsupported, failing
 from ..schedule.plan import KernelPlan, operand_names
 from .blocks import Block, Blocks, has_descriptors, operations, with_blocks
 from .native import with_native
@@ -120,19 +121,19 @@ def lower(
     given = [jax.ShapeDtypeStruct((sizes,), jnp.int32)] if sizes else []
     shapes = [*given, *(jax.ShapeDtypeStruct((max(1, s.span),), s.stored) for s in specs)]
     mesh = AbstractMesh((), (), abstract_device=DEVICE)
-    with off_the_gpu(), jax.enable_x64(True), use_abstract_mesh(mesh):
+    with failing(plan.name, config.verify), off_the_gpu(), jax.enable_x64(True), use_abstract_mesh(mesh):
         try:
             stablehlo = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
         except NotImplementedError as e:
             raise Unsupported(plan.name, f"Pallas cannot lower it to Triton: {e}") from e
-        config = _config(stablehlo)
-        text = _text(config["ir"].value_bytes, blocks.made)
+        call = _config(stablehlo)
+        text = _text(call["ir"].value_bytes, blocks.made)
     made = Lowered(
         text,
-        config["name"].value,
-        config["grid_x"].value,
-        config["num_warps"].value,
-        config["num_stages"].value,
+        call["name"].value,
+        call["grid_x"].value,
+        call["num_warps"].value,
+        call["num_stages"].value,
         (*(SIZES for _ in given), *names),
         tuple(s.name for s in plan.stores),
         blocks=tuple(blocks.made),

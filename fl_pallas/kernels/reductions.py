@@ -20,12 +20,11 @@ from ..schedule.inner import (
     as_vector_product,
     covering_tile,
     is_matrix_product,
-    is_sequential,
     power_of_two,
 )
 from .elementwise import combined
 from .products import is_worth_a_matrix, matmul, sheared, shifted, vector_matmul
-from .steady import hoist
+from .steady import hoist, is_stepped
 from .tile import FIRST, Context, Tile
 
 IDENTITY = {"sum": 0.0, "prod": 1.0, "max": -math.inf, "min": math.inf, "any": False, "all": True}
@@ -60,8 +59,7 @@ def reduced(ctx: Context, r: Reduce) -> Tile:
 
 def _reduced(ctx: Context, r: Reduce) -> Tile:
     wide = ctx.wide(free_axes(r.body) | {r.axis})
-    one_by_one = not ctx.has_whole(r.axis) and is_sequential(r, wide - {r.axis})
-    if one_by_one or not ctx.gathers() and as_sheared(r.body, r.axis, wide) is not None:
+    if is_stepped(ctx, r) or not ctx.gathers() and as_sheared(r.body, r.axis, wide) is not None:
         return _sequential(ctx, r)
     found = reduce_tile(ctx, r.kind, r.body, r.axis, r.dtype)
     return Tile(found.array != 0, found.axes) if r.kind in ("any", "all") else found

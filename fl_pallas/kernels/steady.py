@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..schedule.dtype import is_float
-from ..schedule.expr import Const, Expr, Index, Load, Op, Reduce, children, free_axes, loads, reductions
+from ..schedule.expr import Const, Expr, Index, Load, Op, Reduce, children, free_axes, loads, reductions, ref_names
 from ..schedule.inner import Product, as_product, as_sheared, is_sequential, parts_of
 from .loads import load
 from .products import Side, parts_of_side, ranged, sides_of
@@ -41,24 +41,32 @@ def _is_address(e: Expr) -> bool:
 def steady_sides(ctx: Context, exprs: Iterable[Expr]) -> list[Side]:
     """The sides of matrix products in `exprs` that are computed, and are the same wherever this scope is."""
     here = ctx.scopes[-1]
+    inner = dict.fromkeys(n for e in exprs for n in reductions(e))
+    stepped = {r.axis for r in inner if is_stepped(ctx, r)}
     found: dict[Side, None] = {}
-    for r in dict.fromkeys(n for e in exprs for n in reductions(e)):
-        p = _matrix_product(ctx, r)
+    for r in inner:
+        p, window = _matrix_product(ctx, r)
         sides = sides_of(p, r.axis, r.dtype) if p is not None else ()
         for side in (part for s in sides for part in parts_of_side(ctx, s)):
             raw = len(side.factors) == 1 and isinstance(n := side.factors[0], Load) and n.dtype == side.dtype
-            if not raw and not any(map(here.binds, side.factors)):
+            # Which positions a window has, hangs on where the loop is.
+            moves = any(window in ref_names(f) or here.binds(f) for f in side.factors)
+            if not raw and not moves and not any(free_axes(f) & stepped - {r.axis} for f in side.factors):
                 found[side] = None
     return [*found]
 
 
-def _matrix_product(ctx: Context, r: Reduce) -> Product | None:
-    """What `reduced` makes a matrix product of, if it does."""
+def is_stepped(ctx: Context, r: Reduce) -> bool:
+    """Whether one index of a reduction's axis, or one chunk, is taken at a time."""
+    return not ctx.has_whole(r.axis) and is_sequential(r, ctx.wide(free_axes(r.body)) - {r.axis})
+
+
+def _matrix_product(ctx: Context, r: Reduce) -> tuple[Product | None, str | None]:
+    """What `reduced` makes a matrix product of, if it does, and the position in a window that it may have."""
+    if r.kind != "sum" or not is_float(r.body.dtype) or is_stepped(ctx, r):
+        return None, None
     wide = ctx.wide(free_axes(r.body) | {r.axis})
-    if r.kind != "sum" or not is_float(r.body.dtype) or not ctx.has_whole(r.axis) and is_sequential(r, wide - {r.axis}):
-        return None
-    p = as_product(r.body, r.axis, wide)
-    if p is None and ctx.gathers():
-        sheared = as_sheared(r.body, r.axis, wide)
-        p = None if sheared is None else sheared.product
-    return p if p is None else ranged(ctx, p, r.dtype)
+    p, window = as_product(r.body, r.axis, wide), None
+    if p is None and ctx.gathers() and (sheared := as_sheared(r.body, r.axis, wide)) is not None:
+        p, window = sheared.product, sheared.position
+    return None if p is None else ranged(ctx, p, r.dtype), window

@@ -12,7 +12,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from ..errors import Unsupported
+from ..config import config
+from ..errors import Unsupported, failing
 from ..schedule.dtype import is_narrow_float
 from ..schedule.expr import (
     Axis,
@@ -128,7 +129,8 @@ def pallas_function(
         given, refs = [r[k] for r in refs[: bool(sizes)] for k in range(sizes)], refs[bool(sizes) :]  # type: ignore
         placed = [Operand(r, s.shape, s.strides, s.offset, s.dtype) for r, s in zip(refs, (*specs, *laid), strict=True)]
         operands = dict(zip(names, placed, strict=False))
-        _Program(plan, operands, placed[len(names) :], precision, interpret, given, blocks).run()
+        with failing(plan.name, config.verify):
+            _Program(plan, operands, placed[len(names) :], precision, interpret, given, blocks).run()
 
     kernel.__name__ = plan.name
     return pl.pallas_call(  # type: ignore[return-value]

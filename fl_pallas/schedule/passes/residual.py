@@ -31,10 +31,13 @@ def with_residuals(groups: tuple[Fused, ...], near: Mapping[Load, Expr]) -> tupl
       groups: kernels that load what stands for sums.
       near: the sums, by what stands for them.
     """
+    corrected = set[str]()  # a sum may stand in several places, by other names of its rows
     for n, group in enumerate(groups):
         for stands, exact in near.items():
-            if any(_is_of_rows(o, stands) for o in group.outputs):
-                groups = _with_exact(groups, n, stands, exact)
+            if stands.source not in corrected and any(_is_of_rows(o, stands) for o in group.outputs):
+                before, groups = groups, _with_exact(groups, n, stands, exact)
+                if groups != before:
+                    corrected.add(stands.source)
     return groups
 
 

@@ -53,10 +53,15 @@ def _beside(e: Expr) -> Iterator[Load]:
     if isinstance(e, Load) and is_float(e.dtype):
         yield e
     elif isinstance(e, Op) and _masked(e) is None:
-        terms = [a for a in e.args if not isinstance(a, Const)]
+        terms = [a for a in e.args if not _is_number(a)]
         if e.name in ("add", "sub", "neg", "cast", "log", "log2") or e.name in ("mul", "div") and len(terms) == 1:
             for a in terms:
                 yield from _beside(a)
+
+
+def _is_number(e: Expr) -> bool:
+    """Whether it is a number that is known, or one of several."""
+    return isinstance(e, Const) or isinstance(e, Op) and e.name == "select" and all(map(_is_number, e.args[1:]))
 
 
 def _sees(exponent: Expr, masks: list[Expr], load: Load) -> bool:

@@ -1,0 +1,53 @@
+"""What goes wrong in the compiler itself: PyTorch runs the program, and a warning says so."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import pytest
+import torch
+from torch import Tensor
+
+import fl_pallas as fl
+from fl_pallas import realise
+from fl_pallas.kernels.evaluate import Evaluator
+
+from .oracle import check_gradients, run_and_check
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def broken(*_: object, **__: object) -> NoReturn:
+    raise KeyError("an axis")
+
+
+PLACES = [(realise, "schedule"), (Evaluator, "eval")]
+
+
+@pytest.fixture(params=PLACES, ids=["planning", "writing kernels"])
+def breaks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*request.param, broken)
+
+
+@pytest.fixture
+def inputs(device: torch.device) -> list[Tensor]:
+    return [torch.randn(2, 33, 16, device=device) for _ in range(3)]
+
+
+@pytest.mark.usefixtures("breaks")
+def test_runs_in_pytorch(inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fl.config, "verify", False)
+    with pytest.warns(fl.FallbackWarning, match="an error in fl_pallas, which is worth a report .KeyError: 'an axis'"):
+        run_and_check(attention, fl.compile(attention), inputs)
+        check_gradients(attention, fl.compile(attention), inputs)
+
+
+@pytest.mark.usefixtures("breaks")
+def test_is_raised_where_it_is_asked_for(inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyError, match="an axis"):
+        fl.compile(attention)(*inputs)
+    monkeypatch.setattr(fl.config, "verify", False)
+    with pytest.raises(fl.Unsupported, match="an error in fl_pallas"):
+        fl.compile(attention, fallback="error")(*inputs)
