@@ -44,9 +44,19 @@ def two_of_which_one_forgets(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, sha
     return ((scores.softmax(-1) - other * share) @ v).transpose(1, 2)
 
 
+def shifted_rows(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """The copy engine would bring what rows have from the one before on, at an address that it does not take."""
+    batch, heads, length, _ = q.shape
+    by_place = F.pad(q @ positions.mT, (1, 0)).view(batch, heads, length + 1, length)[:, :, 1:]
+    i = torch.arange(length, device=q.device)
+    scores = (q @ k.mT + by_place.view_as(q @ k.mT)) * q.shape[-1] ** -0.5
+    return scores.masked_fill((i[:, None] - i).abs() >= 20, -torch.inf).softmax(-1) @ v
+
+
 SHAPES: dict[Callable, Sequence[tuple[int, ...]]] = {
     positions_of_features: ((2, 8, 128, 128), (2, 2, 257, 128), (2, 2, 257, 128), (33, 8)),
     heads_mixed: ((1, 2, 64, 32), (1, 1, 64, 32), (1, 1, 64, 16), (2, 2)),
+    shifted_rows: ((1, 2, 64, 16), (1, 2, 64, 16), (1, 2, 64, 16), (2, 64, 16)),
     two_of_which_one_forgets: ((2, 300, 2, 40), (2, 257, 2, 40), (2, 257, 2, 40), (2, 2, 300), (2, 1, 1)),
 }
 each = pytest.mark.parametrize("fn", SHAPES, ids=lambda fn: fn.__name__)

@@ -29,7 +29,7 @@ from ..schedule.integer import bounds, from_linear, is_inside, linear
 # The first compute capability that has the engine.
 ENGINE = 90
 # What the engine asks for: most dimensions of a tensor, most elements of a block along one, divisor in bytes of
-# addresses and strides; the least contiguous piece in bytes that is worth it; and the divisor of addresses in shared
+# addresses, strides and a block's first column (else it is "an illegal instruction"); the least contiguous piece in bytes that is worth it; and the divisor of addresses in shared
 # memory, where the vectors of several iterations lie one behind the other.
 DIMENSIONS, SIDE, DIVISOR, LEAST, SHARED = 5, 256, 16, 32, 128
 BYTES = {"bf16": 2, "f16": 2, "f32": 4}
@@ -136,9 +136,10 @@ def block_shape(
     if dtype not in BYTES or 0 in shape:
         return None
     along: dict[Axis, int] = {}
+    aside: dict[Axis, int] = {}  # what divides how far tiles lie off where they would by their axis alone
     single: list[int] = []
     for d, (i, n, stride) in enumerate(zip(index, shape, strides, strict=True)):
-        terms, _ = linear(i)
+        terms, constant = linear(i)
         wide = [t for t in terms if free_axes(t) & sides.keys()]
         if not wide and (n == 1 or stride == 0) and is_inside(i, n):
             continue
@@ -154,6 +155,7 @@ def block_shape(
         if t.axis in ragged and not (i == t and n == (t.axis.extent if t.axis.size is None else t.axis.size)):
             return None
         along[t.axis] = d
+        aside[t.axis] = math.gcd(constant, *(k for other, k in terms.items() if other != t))
     if len(along) != len(sides):
         return None
     axes = tuple(sorted(along, key=lambda a: strides[along[a]] == 1))
@@ -161,6 +163,7 @@ def block_shape(
     dims = (*single, *(along[a] for a in axes))
     fits = max(sides.values()) <= SIDE and sides[columns] * BYTES[dtype] >= LEAST and len(dims) <= DIMENSIONS
     fits = fits and math.prod(sides.values()) * BYTES[dtype] % SHARED == 0
+    fits = fits and aside[columns] * BYTES[dtype] % DIVISOR == 0
     return BlockShape(dims, axes) if fits and strides[along[columns]] == 1 else None
 
 

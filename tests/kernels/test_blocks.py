@@ -33,6 +33,8 @@ PLUS = raw_op("add", (R, const(1, "i64")), "i64")
 TWICE = raw_op("mul", (R, const(2, "i64")), "i64")
 PAIRS = op("floordiv", D, const(2, "i64"), dtype="i64"), op("mod", D, const(2, "i64"), dtype="i64")
 FOURS = op("floordiv", D, const(4, "i64"), dtype="i64"), op("mod", D, const(4, "i64"), dtype="i64")
+EIGHT, SEVEN = (raw_op("add", (D, const(n, "i64")), "i64") for n in (8, 7))
+SHIFTED = raw_op("add", (D, H), "i64")
 PLAIN = ((H, R, D), (4, 100, 64), (6400, 64, 1))
 WHOLE = BlockShape((0, 1, 2), (ROW, COLUMN))
 
@@ -51,6 +53,9 @@ WHOLE = BlockShape((0, 1, 2), (ROW, COLUMN))
         pytest.param((H, PLUS, D), (4, 101, 64), (6464, 64, 1), None, id="rows from the second on"),
         pytest.param((H, TWICE, D), (4, 200, 64), (12800, 64, 1), None, id="every other row"),
         pytest.param((R, R, D), (100, 100, 64), (6400, 64, 1), None, id="a diagonal"),
+        pytest.param((H, R, EIGHT), (4, 100, 72), (7200, 72, 1), WHOLE, id="columns from the ninth on"),
+        pytest.param((H, R, SEVEN), (4, 100, 72), (7200, 72, 1), None, id="columns from the eighth on"),
+        pytest.param((H, R, SHIFTED), (4, 100, 72), (7200, 72, 1), None, id="columns that a head moves"),
         pytest.param((H, R, D), (4, 0, 64), (64, 64, 1), None, id="no rows"),
         pytest.param((R, H, H, H, H, D), (100, 4, 4, 4, 4, 64), (16384, 4096, 1024, 256, 64, 1), None, id="of six"),
     ],
