@@ -53,9 +53,19 @@ def shifted_rows(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
     return scores.masked_fill((i[:, None] - i).abs() >= 20, -torch.inf).softmax(-1) @ v
 
 
+def keys_of_a_group(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor, weights: Tensor, marks: Tensor) -> Tensor:
+    """Gradients of keys, and of pairs through a layer, have axes of one kernel."""
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    scores = q @ k.mT * 0.125 - 0.0625 * (k * k).sum(-1)[..., None, :] + torch.einsum("ijc,ch->hij", pairs, weights)
+    i = torch.arange(q.shape[-2], device=q.device)
+    seen = (marks[:, None] > 0) == (marks > 0)
+    return scores.masked_fill(~(seen | (i[:, None] == i)), -torch.inf).softmax(-1) @ v
+
+
 SHAPES: dict[Callable, Sequence[tuple[int, ...]]] = {
     positions_of_features: ((2, 8, 128, 128), (2, 2, 257, 128), (2, 2, 257, 128), (33, 8)),
     heads_mixed: ((1, 2, 64, 32), (1, 1, 64, 32), (1, 1, 64, 16), (2, 2)),
+    keys_of_a_group: ((1, 2, 128, 64), (1, 1, 128, 64), (1, 1, 128, 64), (128, 128, 4), (4, 2), (128,)),
     shifted_rows: ((1, 2, 64, 16), (1, 2, 64, 16), (1, 2, 64, 16), (2, 64, 16)),
     two_of_which_one_forgets: ((2, 300, 2, 40), (2, 257, 2, 40), (2, 257, 2, 40), (2, 2, 300), (2, 1, 1)),
 }

@@ -29,8 +29,9 @@ from ..schedule.integer import bounds, from_linear, is_inside, linear
 # The first compute capability that has the engine.
 ENGINE = 90
 # What the engine asks for: most dimensions of a tensor, most elements of a block along one, divisor in bytes of
-# addresses, strides and a block's first column (else it is "an illegal instruction"); the least contiguous piece in bytes that is worth it; and the divisor of addresses in shared
-# memory, where the vectors of several iterations lie one behind the other.
+# addresses, strides and a block's first column (else it is "an illegal instruction"); the least contiguous piece in
+# bytes that is worth it; and the divisor of addresses in shared memory, where the vectors of several iterations lie one
+# behind the other.
 DIMENSIONS, SIDE, DIVISOR, LEAST, SHARED = 5, 256, 16, 32, 128
 BYTES = {"bf16": 2, "f16": 2, "f32": 4}
 _MARK = "fl_pallas block "

@@ -165,6 +165,8 @@ def join_group(v: Value, group: list[Output]) -> Output | None:
     assert v.expr is not None
     lead, *others = group
     features = dict.fromkeys(a for o in others for a in o.axes if a not in lead.axes)
+    taken = {a.name for o in group for a in o.axes}
+    number = next(n for n in itertools.count(len(group)) if not any(name.endswith(f"_{n}") for name in taken))
     asked: Callable[[Expr], Sequence[Expr]] = reductions
     shared: set[Expr] = {r for o in group for r in reductions(o.expr)}
     own = [(r, _what(r)) for r in reductions(v.expr)]
@@ -190,7 +192,7 @@ def join_group(v: Value, group: list[Output]) -> Output | None:
         places = dict(zip(v.axes, (frozenset(a for a in run if a.extent > 1) for run in pick), strict=True))
         if not any(frozenset().union(*(places.get(a, {a}) for a in axes)) == of for axes, of in alike):
             continue
-        fresh = (Axis(f"x{len(lead.axes) + i}_{len(group)}", a.extent) for i, a in enumerate(v.axes))
+        fresh = (Axis(f"x{len(lead.axes) + i}_{number}", a.extent) for i, a in enumerate(v.axes))
         candidate = renamed(v, tuple(run or (new,) for run, new in zip(pick, fresh, strict=True)))
         # What is shared must have no axis of its own: it would be computed once for each.
         score = sum(n in shared for n in asked(candidate.expr))
