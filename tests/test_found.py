@@ -85,6 +85,7 @@ def test_is_written_for_a_gpu(fn: Callable) -> None:
     assert all(lower(plan).ttir for plan, lower in made)
 
 
+@pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")  # what is fused in parts
 @each
 def test_gradients(fn: Callable, device: torch.device) -> None:
     inputs = inputs_of(fn, device)
