@@ -137,10 +137,9 @@ def block_shape(
     if dtype not in BYTES or 0 in shape:
         return None
     along: dict[Axis, int] = {}
-    aside: dict[Axis, int] = {}  # what divides how far tiles lie off where they would by their axis alone
     single: list[int] = []
     for d, (i, n, stride) in enumerate(zip(index, shape, strides, strict=True)):
-        terms, constant = linear(i)
+        terms, _ = linear(i)
         wide = [t for t in terms if free_axes(t) & sides.keys()]
         if not wide and (n == 1 or stride == 0) and is_inside(i, n):
             continue
@@ -156,7 +155,6 @@ def block_shape(
         if t.axis in ragged and not (i == t and n == (t.axis.extent if t.axis.size is None else t.axis.size)):
             return None
         along[t.axis] = d
-        aside[t.axis] = math.gcd(constant, *(k for other, k in terms.items() if other != t))
     if len(along) != len(sides):
         return None
     axes = tuple(sorted(along, key=lambda a: strides[along[a]] == 1))
@@ -164,7 +162,10 @@ def block_shape(
     dims = (*single, *(along[a] for a in axes))
     fits = max(sides.values()) <= SIDE and sides[columns] * BYTES[dtype] >= LEAST and len(dims) <= DIMENSIONS
     fits = fits and math.prod(sides.values()) * BYTES[dtype] % SHARED == 0
-    fits = fits and aside[columns] * BYTES[dtype] % DIVISOR == 0
+    # What divides how far the tiles lie off where they would by their axis alone.
+    terms, constant = linear(index[along[columns]])
+    aside = math.gcd(constant, *(k for t, k in terms.items() if columns not in free_axes(t)))
+    fits = fits and aside * BYTES[dtype] % DIVISOR == 0
     return BlockShape(dims, axes) if fits and strides[along[columns]] == 1 else None
 
 

@@ -42,16 +42,21 @@ def steady_sides(ctx: Context, exprs: Iterable[Expr]) -> list[Side]:
     """The sides of matrix products in `exprs` that are computed, and are the same wherever this scope is."""
     here = ctx.scopes[-1]
     inner = dict.fromkeys(n for e in exprs for n in reductions(e))
-    stepped = {r.axis for r in inner if is_stepped(ctx, r)}
+    stepped = {r for r in inner if is_stepped(ctx, r)}
+    indices = {r.axis for r in stepped}
     found: dict[Side, None] = {}
     for r in inner:
+        if r in stepped:
+            continue
         p, window = _matrix_product(ctx, r)
         sides = sides_of(p, r.axis, r.dtype) if p is not None else ()
         for side in (part for s in sides for part in parts_of_side(ctx, s)):
             raw = len(side.factors) == 1 and isinstance(n := side.factors[0], Load) and n.dtype == side.dtype
             # Which positions a window has, hangs on where the loop is.
-            moves = any(window in ref_names(f) or here.binds(f) for f in side.factors)
-            if not raw and not moves and not any(free_axes(f) & stepped - {r.axis} for f in side.factors):
+            moves = any(
+                window in ref_names(f) or here.binds(f) or free_axes(f) & indices - {r.axis} for f in side.factors
+            )
+            if not raw and not moves:
                 found[side] = None
     return [*found]
 
@@ -62,8 +67,9 @@ def is_stepped(ctx: Context, r: Reduce) -> bool:
 
 
 def _matrix_product(ctx: Context, r: Reduce) -> tuple[Product | None, str | None]:
-    """What `reduced` makes a matrix product of, if it does, and the position in a window that it may have."""
-    if r.kind != "sum" or not is_float(r.body.dtype) or is_stepped(ctx, r):
+    """What `reduced` makes a matrix product of, if it does, and the position in a window that it may have; of a
+    reduction that is not stepped."""
+    if r.kind != "sum" or not is_float(r.body.dtype):
         return None, None
     wide = ctx.wide(free_axes(r.body) | {r.axis})
     p, window = as_product(r.body, r.axis, wide), None

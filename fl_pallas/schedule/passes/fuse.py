@@ -165,8 +165,6 @@ def join_group(v: Value, group: list[Output]) -> Output | None:
     assert v.expr is not None
     lead, *others = group
     features = dict.fromkeys(a for o in others for a in o.axes if a not in lead.axes)
-    taken = {a.name for o in group for a in o.axes}
-    number = next(n for n in itertools.count(len(group)) if not any(name.endswith(f"_{n}") for name in taken))
     asked: Callable[[Expr], Sequence[Expr]] = reductions
     shared: set[Expr] = {r for o in group for r in reductions(o.expr)}
     own = [(r, _what(r)) for r in reductions(v.expr)]
@@ -176,6 +174,8 @@ def join_group(v: Value, group: list[Output]) -> Output | None:
     alike = [(free_axes(r), free_axes(s)) for s, what in ((s, _what(s)) for s in shared) for r, w in own if w == what]
     if not alike:
         return None
+    taken = {a.name for o in group for a in o.axes}
+    number = next(n for n in itertools.count(len(group)) if not any(name.endswith(f"_{n}") for name in taken))
     best: tuple[tuple[int, int], Output] | None = None
     runs = [lead.axes[i:k] for i in range(len(lead.axes)) for k in range(i + 1, len(lead.axes) + 1)]
     runs += [(a,) for a in features]
