@@ -24,6 +24,8 @@ MAX_SUMMED, MAX_STEPS = 256, 32
 # Rows of a tile; and instructions for an element that goes through registers to the matrix units, where what is loaded
 # as it is goes there straight.
 ROWS, THROUGH_REGISTERS = 128, 8
+# Instructions of a function that a library has: a sine, whose argument may be large.
+CALLED = 100
 # Scores that one thread of a matrix instruction has in a column.
 SHARED_BY = 2
 # Cycles that are worth the trouble.
@@ -46,6 +48,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
     returned = {root_of(program, name) for name in program.outputs}
     whole = max((program.by_name[m].numel for m in own), default=0)
     loops: dict[str, frozenset[Axis]] = {}
+    computed: dict[str, int] = {}
     for v in reversed(program.values):
         readers = [program.by_name[u] for u in program.users[v.name] if u in members]
         if v.name in members | others or v.expr is None or v.is_view or not readers:
@@ -56,11 +59,14 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
         expands = v.numel > sum(program.by_name[r].numel for r in v.reads)
         expands |= two_sided and v.numel >= whole and _is_of_features(program, v)
         two_sided |= expands and all(_finishes(u, v, sides) for u in readers)
+        computed[v.name] = _computed(v, readers, computed)
         if v.name in chosen_by and not is_of_positions(program, v):
             # PyTorch makes it in any case, and not to the last bit as a kernel does: what it is compared with is of
             # PyTorch's.
             fits = False
         elif reductions(v.expr) and is_picked_often(program, v, readers):
+            fits = False
+        elif not two_sided and not cols and _is_made_over(program, v, computed[v.name]):
             fits = False
         elif two_sided or (expands and (not reductions(v.expr) or len(v.reads) == 1)) or _is_distance(program, v):
             fits = (
@@ -230,10 +236,37 @@ def _takes_longer(program: Program, v: Value, made: set[str], tiles: int, loop: 
     return inside > (LAUNCH if made.isdisjoint(v.reads) else WORTH) + 2 * v.numel * itemsize(v.dtype) / MOVED
 
 
+def _computed(v: Value, readers: list[Value], computed: Mapping[str, int]) -> int:
+    """Elements of `v` that a kernel computes: those that it has anew along each axis of a reader ahead of its own.
+
+    Args:
+      computed: the same of values behind `v`; what is not in it is computed once.
+    """
+    found = 0
+    for reader in readers:
+        assert reader.expr is not None
+        repeated = computed.get(reader.name, reader.numel) // reader.numel
+        for own in (free_axes(n) for n in loads(reader.expr) if n.source == v.name):
+            last = max((n for n, a in enumerate(reader.axes) if a in own), default=0)
+            every = {*own, *reader.axes[:last]}
+            found = max(found, repeated * math.prod(a.extent for a in every))
+    return found
+
+
+def _is_made_over(program: Program, v: Value, computed: int) -> bool:
+    """Whether kernels would take longer to compute so many elements than PyTorch each once: the sines of a rotation,
+    which all heads share."""
+    assert v.expr is not None
+    if reductions(v.expr) or computed <= v.numel:
+        return False
+    more = (computed - v.numel) * _issued(program, v.expr) / (ISSUED * HOPPER.processors)
+    return more > LAUNCH + 2 * v.numel * itemsize(v.dtype) / MOVED
+
+
 def _issued(program: Program, e: Expr) -> int:
     """Instructions for one element, of what is no reduction: one of the unit of exponentials counts for its share."""
     ops = [n for n in walk(e) if isinstance(n, Op) and is_float(n.dtype)]
-    own = sum(ISSUED // POWERS if n.name in COSTLY or n.name in _ROOTS else 1 for n in ops)
+    own = sum(CALLED if n.name in _CALLS else ISSUED // POWERS if n.name in (*COSTLY, *_ROOTS) else 1 for n in ops)
     read = (program.by_name[n.source].expr for n in loads(e))
     return own + sum(1 if x is None or reductions(x) else _issued(program, x) for x in read)
 
@@ -364,6 +397,7 @@ def _summed(v: Value, readers: list[Value], loops: dict[str, frozenset[Axis]]) -
 
 
 _ROOTS = ("sqrt", "rsqrt", "div")
+_CALLS = ("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "pow")
 _COSTS = {
     "select": 4, "exp": 2, "log": 2, "tanh": 4, "sigmoid": 3, "sin": 4, "cos": 4, "tan": 4, "asin": 4,
     "acos": 4, "atan": 4, "atan2": 4, "pow": 4, "erf": 4, "uniform": 20,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..build import substitute
 from ..dtype import is_float, itemsize
-from ..expr import Axis, Expr, Index, Op, Reduce, free_axes, index, load, loads, walk
+from ..expr import Axis, Expr, Index, Load, Op, Reduce, free_axes, index, load, loads, walk
 from . import registers
 from .covered import MAX_COVERED
 from .fuse import Fused, Output
@@ -34,12 +34,13 @@ def tabulate(first: tuple[Fused, ...], groups: tuple[Fused, ...], name: str, com
     for kernel in first:
         axes = kernel.outputs[0].axes
         added: list[Output] = []
-        rows = [e for e in costly if _begins(_order(e), axes) and len(_order(e)) == len(axes)]
-        sides = [e for e in costly if _begins(_order(e), axes) and len(_order(e)) == len(axes) + 1 and _is_side(e)]
+        orders = {e: _as_stored(e, kernel, groups) for e in costly}
+        rows = [e for e in costly if len(orders[e]) == len(axes)]
+        sides = [e for e in costly if len(orders[e]) == len(axes) + 1 and _is_side(e)]
         for e in (*_largest(rows), *_largest(sides)):
             if e in held:
                 continue
-            order = _order(e)
+            order = orders[e]
             own = (*axes, *(Axis(f"x{len(axes)}", a.extent) for a in order[len(axes) :]))
             expr = substitute(e, {a: index(b) for a, b in zip(order, own, strict=True)})
             if expr not in tables:
@@ -71,14 +72,28 @@ def _largest(found: list[Expr]) -> list[Expr]:
     return [e for e in found if not any(e is not other and e in walk(other) for other in found)]
 
 
-def _begins(order: tuple[Axis, ...], axes: tuple[Axis, ...]) -> bool:
-    return [a.extent for a in order[: len(axes)]] == [a.extent for a in axes]
+def _as_stored(e: Expr, kernel: Fused, groups: tuple[Fused, ...]) -> tuple[Axis, ...]:
+    """The axes of `e`, first those that `kernel` has: as `groups` load what it stores (which lies as the result does,
+    where loads of `e` may lie as queries do), or as a load of `e` has them; () if neither begins so."""
+    axes, order = kernel.outputs[0].axes, _order(e)
+    own = {o.name for o in kernel.outputs}
+    stored = (n for g in groups for o in g.outputs for n in loads(o.expr) if n.source in own)
+    for read in (*(_axes(n) for n in stored), order[: len(axes)]):
+        own_axes = len(set(read)) == len(read) and free_axes(e).issuperset(read)
+        if own_axes and [a.extent for a in read] == [a.extent for a in axes]:
+            return (*read, *(a for a in order if a not in read))
+    return ()
+
+
+def _axes(n: Load) -> tuple[Axis, ...]:
+    """Those that are an index of a load, in its order."""
+    return tuple(i.axis for i in n.index if isinstance(i, Index))
 
 
 def _order(e: Expr) -> tuple[Axis, ...]:
     """The axes of `e` in the order in which a load has all of them, each as an index; () if none has."""
     for n in loads(e):
-        order = tuple(i.axis for i in n.index if isinstance(i, Index))
+        order = _axes(n)
         if frozenset(order) == free_axes(e) and len(set(order)) == len(order):
             return order
     return ()
