@@ -51,3 +51,13 @@ def test_is_raised_where_it_is_asked_for(inputs: list[Tensor], monkeypatch: pyte
     monkeypatch.setattr(fl.config, "verify", False)
     with pytest.raises(fl.Unsupported, match="an error in fl_pallas"):
         fl.compile(attention, fallback="error")(*inputs)
+
+
+def test_memory_that_runs_out_is_pytorchs_to_tell(inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> NoReturn:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(realise, "schedule", full)
+    monkeypatch.setattr(fl.config, "verify", False)
+    with pytest.raises(torch.OutOfMemoryError):
+        fl.compile(attention)(*inputs)

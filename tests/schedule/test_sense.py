@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fl_pallas as fl
-from fl_pallas.schedule.expr import Load, const, free_axes, loads
+from fl_pallas.schedule.expr import Load, Op, const, free_axes, loads, walk
 from fl_pallas.schedule.passes import epilogue, surround
-from fl_pallas.schedule.plan import Accumulator, KernelPlan, operand_names
+from fl_pallas.schedule.plan import Accumulator, KernelPlan, Loop, expressions, operand_names
 from fl_pallas.schedule.program import Program
 from tests.oracle import check, check_gradients
 from tests.unrun import unrun
@@ -57,7 +57,14 @@ def weighed(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-VARIANTS: list[Callable] = [rotary, rotary_wide, biased, normed, weighed, gated]
+def turned(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    """By angles that the function makes itself."""
+    rate = 10000.0 ** (-torch.arange(0, q.shape[-1], 2, device=q.device) / q.shape[-1])
+    angle = torch.cat([torch.arange(k.shape[-2], device=q.device)[:, None] * rate] * 2, -1)
+    return rotary(q, k, v, angle.cos()[: q.shape[-2]], angle.sin()[: q.shape[-2]])
+
+
+VARIANTS: list[Callable] = [rotary, rotary_wide, biased, normed, weighed, gated, turned]
 
 
 def draw(queries: int, keys: int, device: torch.device, dtype: torch.dtype, batch: int = BATCH) -> list[Tensor]:
@@ -72,6 +79,15 @@ def kernels(fn: Callable, inputs: list[Tensor]) -> tuple[list[KernelPlan], list[
         graphs = fl.explain(fn, *inputs).graphs
     made = [g.schedule for g in graphs if g.schedule is not None]
     return [p for s in made for region in s.kernels for p in region], [s.program for s in made]
+
+
+def operations(plan: KernelPlan) -> list[Op]:
+    return [n for e in expressions(plan) for n in walk(e) if isinstance(n, Op)]
+
+
+def walk_steps(loop: Loop) -> list[Op]:
+    steps = (s for s in loop.steps if isinstance(s, Accumulator))
+    return [n for s in steps for n in walk(s.update) if isinstance(n, Op)]
 
 
 def in_loops(plan: KernelPlan) -> list[Load]:
@@ -92,6 +108,14 @@ def test_rows_that_many_tiles_read_are_rotated_once(fn: Callable, training: bool
     # The gradients of what is rotated are stored as they are rounded; what PyTorch makes of them it makes at once.
     wide = [s for p in plans for s in p.stores if len(s.shape) == 4 and s.shape[-1] == WIDTH]
     assert [s.dtype for s in wide] == ["bf16"] * len(wide) and len(wide) == (4 if training else 1)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_sines_that_all_heads_share_are_made_once(training: bool, device: torch.device) -> None:
+    """A kernel made them anew for each head of each batch: 309 us for 143, and a minute for its first call."""
+    inputs = [t.requires_grad_(training and n < 3) for n, t in enumerate(draw(2048, 2048, device, torch.bfloat16))]
+    plans, _ = kernels(turned, inputs)
+    assert plans and not {n.name for p in plans for n in operations(p)} & {"sin", "cos", "pow"}
 
 
 def test_rows_that_one_tile_reads_are_rotated_there(device: torch.device) -> None:
@@ -154,3 +178,29 @@ def test_tokens_that_are_not_rotated_need_no_kernels_of_their_own(first: int, de
     inputs = (q, k, v, angles.cos(), angles.sin())
     assert [len(g.kernels) for g in fl.explain(fn, *inputs).graphs] == [1, 2]
     check_gradients(fn, fl.compile(fn), inputs)
+
+
+def forgetting(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    scores = q @ k.mT / 8 + g[..., :, None] - g[..., None, :]
+    return scores.softmax(-1) @ v
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    return (q @ k.mT / 8).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("attention", [plain, forgetting])
+def test_what_rows_sums_become_is_stored_for_layers(attention: Callable, device: torch.device) -> None:
+    """The gradient of a layer's result lies as tokens, what the forward pass keeps lies as queries: the kernel of keys
+    and values took the logarithm (or 1 by a sum) of each row in each of its tiles, 195 us for 144."""
+
+    def layer(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
+        q, k, v = ((x @ w[n]).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for n in range(3))
+        return attention(q, k, v, g).transpose(1, 2).flatten(2) @ w[3]
+
+    width = HEADS * WIDTH
+    shapes = [(BATCH, 256, width), (4, width, width), (BATCH, HEADS, 256)]
+    given = [torch.zeros(s, dtype=torch.bfloat16, device=device, requires_grad=True) for s in shapes]
+    plans, _ = kernels(layer, given)
+    looped = [(loop.axis, n) for p in plans for loop in p.loops for n in walk_steps(loop)]
+    assert looped and not [n for axis, n in looped if n.name in ("log", "div") and axis in free_axes(n)]

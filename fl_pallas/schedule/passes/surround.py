@@ -59,7 +59,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
         expands = v.numel > sum(program.by_name[r].numel for r in v.reads)
         expands |= two_sided and v.numel >= whole and _is_of_features(program, v)
         two_sided |= expands and all(_finishes(u, v, sides) for u in readers)
-        computed[v.name] = _computed(v, readers, computed)
+        computed[v.name] = _computed(v, readers, sides, computed)
         if v.name in chosen_by and not is_of_positions(program, v):
             # PyTorch makes it in any case, and not to the last bit as a kernel does: what it is compared with is of
             # PyTorch's.
@@ -236,8 +236,9 @@ def _takes_longer(program: Program, v: Value, made: set[str], tiles: int, loop: 
     return inside > (LAUNCH if made.isdisjoint(v.reads) else WORTH) + 2 * v.numel * itemsize(v.dtype) / MOVED
 
 
-def _computed(v: Value, readers: list[Value], computed: Mapping[str, int]) -> int:
-    """Elements of `v` that a kernel computes: those that it has anew along each axis of a reader ahead of its own.
+def _computed(v: Value, readers: list[Value], sides: AllSides, computed: Mapping[str, int]) -> int:
+    """Elements of `v` that a kernel computes: anew along each axis that a reader, which reduces nothing, has ahead of
+    its own, columns left out (a program has all of them).
 
     Args:
       computed: the same of values behind `v`; what is not in it is computed once.
@@ -246,9 +247,10 @@ def _computed(v: Value, readers: list[Value], computed: Mapping[str, int]) -> in
     for reader in readers:
         assert reader.expr is not None
         repeated = computed.get(reader.name, reader.numel) // reader.numel
+        columns = {a for _, cols in sides.get(reader.name, ()) for a in cols}
         for own in (free_axes(n) for n in loads(reader.expr) if n.source == v.name):
             last = max((n for n, a in enumerate(reader.axes) if a in own), default=0)
-            every = {*own, *reader.axes[:last]}
+            every = own if reductions(reader.expr) else own | ({*reader.axes[:last]} - columns)
             found = max(found, repeated * math.prod(a.extent for a in every))
     return found
 

@@ -34,7 +34,7 @@ def tabulate(first: tuple[Fused, ...], groups: tuple[Fused, ...], name: str, com
     for kernel in first:
         axes = kernel.outputs[0].axes
         added: list[Output] = []
-        orders = {e: _as_stored(e, kernel, groups) for e in costly}
+        orders = {e: _as_stored(e, kernel, groups, costly) for e in costly}
         rows = [e for e in costly if len(orders[e]) == len(axes)]
         sides = [e for e in costly if len(orders[e]) == len(axes) + 1 and _is_side(e)]
         for e in (*_largest(rows), *_largest(sides)):
@@ -72,16 +72,19 @@ def _largest(found: list[Expr]) -> list[Expr]:
     return [e for e in found if not any(e is not other and e in walk(other) for other in found)]
 
 
-def _as_stored(e: Expr, kernel: Fused, groups: tuple[Fused, ...]) -> tuple[Axis, ...]:
-    """The axes of `e`, first those that `kernel` has: as `groups` load what it stores (which lies as the result does,
-    where loads of `e` may lie as queries do), or as a load of `e` has them; () if neither begins so."""
-    axes, order = kernel.outputs[0].axes, _order(e)
-    own = {o.name for o in kernel.outputs}
-    stored = (n for g in groups for o in g.outputs for n in loads(o.expr) if n.source in own)
-    for read in (*(_axes(n) for n in stored), order[: len(axes)]):
-        own_axes = len(set(read)) == len(read) and free_axes(e).issuperset(read)
-        if own_axes and [a.extent for a in read] == [a.extent for a in axes]:
-            return (*read, *(a for a in order if a not in read))
+def _as_stored(e: Expr, kernel: Fused, groups: tuple[Fused, ...], costly: list[Expr]) -> tuple[Axis, ...]:
+    """The axes of `e`, first those that `kernel` has; () if `e` has others.
+
+    What it stores may lie as the result does, and what `e` loads as queries do: as `groups` load the one beside
+    another of the `costly`, or else as the loads of `e` have them.
+    """
+    axes, order, own = kernel.outputs[0].axes, _order(e), {o.name for o in kernel.outputs}
+    stored = dict.fromkeys(_axes(n) for g in groups for o in g.outputs for n in loads(o.expr) if n.source in own)
+    beside = dict.fromkeys(f for c in costly if len(f := _order(c)) == len(order))
+    read = [tuple(order[f.index(a)] for a in n) for n in stored for f in beside if len({*n} & {*f}) == len(n)]
+    for first in (*read, order[: len(axes)]):
+        if [a.extent for a in first] == [a.extent for a in axes]:
+            return (*first, *(a for a in order if a not in first))
     return ()
 
 
