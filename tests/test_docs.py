@@ -42,7 +42,7 @@ def test_stages(request: pytest.FixtureRequest) -> None:
     made, text = stages(), PAGE.read_text()
     current = STAGE.sub(lambda m: m[1] + m[2] + made[m[1]], text)
     assert [m[1] for m in STAGE.finditer(text)] == ["resolve_views", "grow_regions", "fuse", "cut", "plan"]
-    assert made["split_reductions"] == made["fuse"]
+    assert made["exchange"] == made["fuse"]
     assert made["without_divisions"] == made["expand_squares"] == made["cut"]
     if request.config.getoption("--update-golden"):
         PAGE.write_text(current)

@@ -45,7 +45,6 @@ from .passes.scans import grow_scanned, scans
 from .passes.share import lend, loading, share
 from .passes.skip_tiles import skip_tiles
 from .passes.split_loop import split_loop
-from .passes.split_reductions import split_reductions
 from .passes.split_sums import split_sums
 from .passes.stream import parallel_axes, stream
 from .passes.strength import by_element, without_divisions
@@ -144,9 +143,8 @@ def _scheduled(
         groups = tuple(map(unflatten, groups))
         _record_each(record, "unflatten", groups)
         groups = tuple(map(picked, map(places, groups)))
-        groups = tuple(map(split_reductions, groups))
-        _record_each(record, "split_reductions", groups)
         short, groups = short_first(*exchange(groups, program, facts, f"r{n}", compute))
+        _record_each(record, "exchange", groups)
         groups = tuple(without_divisions(fused, facts) for fused in groups)
         groups = tabulate(short, groups, f"r{n}", compute)
         region, along = take_along(program, region, taken, groups[: len(short)])

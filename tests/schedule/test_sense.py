@@ -12,7 +12,7 @@ from torch import Tensor
 import fl_pallas as fl
 from fl_pallas.schedule.expr import Load, Op, const, free_axes, loads, walk
 from fl_pallas.schedule.passes import epilogue, surround
-from fl_pallas.schedule.plan import Accumulator, KernelPlan, Loop, expressions, operand_names
+from fl_pallas.schedule.plan import Accumulator, KernelPlan, expressions, operand_names
 from fl_pallas.schedule.program import Program
 from tests.oracle import check, check_gradients
 from tests.unrun import unrun
@@ -83,11 +83,6 @@ def kernels(fn: Callable, inputs: list[Tensor]) -> tuple[list[KernelPlan], list[
 
 def operations(plan: KernelPlan) -> list[Op]:
     return [n for e in expressions(plan) for n in walk(e) if isinstance(n, Op)]
-
-
-def walk_steps(loop: Loop) -> list[Op]:
-    steps = (s for s in loop.steps if isinstance(s, Accumulator))
-    return [n for s in steps for n in walk(s.update) if isinstance(n, Op)]
 
 
 def in_loops(plan: KernelPlan) -> list[Load]:
@@ -178,29 +173,3 @@ def test_tokens_that_are_not_rotated_need_no_kernels_of_their_own(first: int, de
     inputs = (q, k, v, angles.cos(), angles.sin())
     assert [len(g.kernels) for g in fl.explain(fn, *inputs).graphs] == [1, 2]
     check_gradients(fn, fl.compile(fn), inputs)
-
-
-def forgetting(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-    scores = q @ k.mT / 8 + g[..., :, None] - g[..., None, :]
-    return scores.softmax(-1) @ v
-
-
-def plain(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-    return (q @ k.mT / 8).softmax(-1) @ v
-
-
-@pytest.mark.parametrize("attention", [plain, forgetting])
-def test_what_rows_sums_become_is_stored_for_layers(attention: Callable, device: torch.device) -> None:
-    """The gradient of a layer's result lies as tokens, what the forward pass keeps lies as queries: the kernel of keys
-    and values took the logarithm (or 1 by a sum) of each row in each of its tiles, 195 us for 144."""
-
-    def layer(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
-        q, k, v = ((x @ w[n]).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for n in range(3))
-        return attention(q, k, v, g).transpose(1, 2).flatten(2) @ w[3]
-
-    width = HEADS * WIDTH
-    shapes = [(BATCH, 256, width), (4, width, width), (BATCH, HEADS, 256)]
-    given = [torch.zeros(s, dtype=torch.bfloat16, device=device, requires_grad=True) for s in shapes]
-    plans, _ = kernels(layer, given)
-    looped = [(loop.axis, n) for p in plans for loop in p.loops for n in walk_steps(loop)]
-    assert looped and not [n for axis, n in looped if n.name in ("log", "div") and axis in free_axes(n)]

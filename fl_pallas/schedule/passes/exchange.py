@@ -38,6 +38,7 @@ from ..remember import remembered
 from .fuse import Fused, Output
 from .residual import with_residuals
 from .resolve_views import inlined
+from .split_reductions import split, split_reductions
 
 # Ways of pairing the factors of two products that are looked at.
 MAX_PAIRINGS = 120
@@ -54,6 +55,9 @@ def exchange(
     """Before: `sum[j](p(i, j) * sum[d](g[i, d] * v[j, d]))` in one of the kernels. After: a load of what a kernel of
     its own stores, `sum[d](g[i, d] * out[i, d])`.
 
+    Sums over tensors that were put together are known whole; and in their parts, where gradients have those. All that
+    is left of them falls into parts here.
+
     Args:
       program: what the groups are of; its other values may be parts of what is known.
       facts: operands of which is known what they are, `expr` in terms of other operands.
@@ -62,18 +66,29 @@ def exchange(
 
     Returns: those kernels, and the others.
     """
+    first, groups, near = _exchange(groups, program, facts, name, compute)
+    first, groups = (tuple(map(split_reductions, kernels)) for kernels in (first, groups))
+    of_parts, groups, near_parts = _exchange(groups, program, facts, f"{name}_s", compute)
+    near = {stands: split(e) for stands, e in near.items()} | near_parts
+    return (*first, *of_parts), with_residuals(groups, near)
+
+
+def _exchange(
+    groups: tuple[Fused, ...], program: Program, facts: Sequence[Value], name: str, compute: str
+) -> tuple[tuple[Fused, ...], tuple[Fused, ...], dict[Load, Expr]]:
+    """`exchange` of sums as they are; and the sums that are near what is loaded in their place."""
     found = (r for g in groups for o in g.outputs for r in reductions(o.expr))
     # In the dimensions of the gradient first: those are what the user sees, more often than not.
     known = sorted((k for f in facts for k in _known(f)), key=lambda k: len(k.axes) > len(k.place))
     if not known:
-        return (), groups
+        return (), groups, {}
     sums = _Sums(known, name, compute)
     pointwise = _written_out(groups, program)
     made: dict[str, Value] = {}
     told = {r: sums.of(inlined(r, pointwise, made)) for r in dict.fromkeys(found)}
     held: dict[Expr, Expr] = {r: e for r, e in told.items() if e is not None}
     if not held:
-        return (), groups
+        return (), groups, {}
     first: dict[tuple[Axis, ...], list[Output]] = {}
     asked = {n.source for e in held.values() for n in loads(e)}
     for o in sums.made.values():
@@ -82,8 +97,7 @@ def exchange(
     rest = tuple(Fused(tuple(replace(o, expr=substitute(o.expr, {}, held)) for o in g.outputs)) for g in groups)
     whole = {f.name: f for f in facts if isinstance(f.expr, Reduce)}
     near = {e: _by_own_sum(r, whole) for r, e in held.items() if isinstance(e, Load) and isinstance(r, Reduce)}
-    rest = with_residuals(rest, near)
-    return tuple(Fused(tuple(outputs)) for outputs in first.values()), rest
+    return tuple(Fused(tuple(outputs)) for outputs in first.values()), rest, near
 
 
 def short_first(first: tuple[Fused, ...], rest: tuple[Fused, ...]) -> tuple[tuple[Fused, ...], tuple[Fused, ...]]:
@@ -460,7 +474,8 @@ def _are_alike(known: Expr, other: Expr, binding: Binding, alike: _Alike, inside
 
 
 def _solve(known: Expr, other: Expr, binding: Binding) -> None:
-    """Bind the one axis of `known` that is not bound yet, if that makes it equal to `other`, sums of indices both."""
+    """Bind the one axis of `known` that is not bound yet, if that may make it equal to `other`: sums of indices both,
+    the axis alone or divided (a batch and its heads as one dimension)."""
     unbound = free_axes(known) - binding.keys()
     if len(unbound) != 1:
         return
@@ -471,3 +486,8 @@ def _solve(known: Expr, other: Expr, binding: Binding) -> None:
     left = {e: n for e in {*own, *theirs} if (n := theirs.get(e, 0) - own.get(e, 0))}
     if constant == there and len(left) == 1 and step in left.values():
         (binding[axis],) = left
+    elif constant == there and len(left) == 2 and sum(left.values()) == 0:
+        divided, other = sorted(left, key=lambda e: axis not in free_axes(e))
+        if isinstance(divided, Op) and isinstance(other, Op) and divided.args[0] is index(axis):
+            if (divided.name, *divided.args[1:]) == (other.name, *other.args[1:]):
+                binding[axis] = other.args[0]

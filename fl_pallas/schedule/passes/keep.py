@@ -20,7 +20,6 @@ from .grow_regions import grow_regions
 from .resolve_views import inline_load, inlined, resolve_views, root_of
 from .rounded import grow_rounded
 from .scans import grow_scanned, opened_scans, scans
-from .split_reductions import split_reductions
 from .surround import is_rounded
 
 
@@ -322,7 +321,7 @@ def _alone(program: Program, backward: tuple[str, ...], saved: set[str], facts: 
 def _used(program: Program, backward: tuple[str, ...], saved: set[str], facts: tuple[Value, ...]) -> set[str]:
     """The facts by which sums of the backward pass are exchanged."""
     alone = _alone(program, backward, saved, facts)
-    regions = (tuple(map(split_reductions, fuse(alone, region))) for region in grow_regions(alone).regions)
+    regions = (fuse(alone, region) for region in grow_regions(alone).regions)
     found = (exchange(groups, alone, facts, "", compute_of(alone))[0] for groups in regions)
     known = {f.name for f in facts}
     return {n.source for kernels in found for k in kernels for o in k.outputs for n in loads(o.expr)} & known

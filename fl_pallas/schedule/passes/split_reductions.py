@@ -21,7 +21,12 @@ def split_reductions(fused: Fused) -> Fused:
     may leave some of its weight to nothing): a mask that compares with a constant stays whole, and so does what is
     turned from some row on (positions of all tokens but the first).
     """
-    return Fused(tuple(replace(o, expr=rewrite(o.expr, _split)) for o in fused.outputs))
+    return Fused(tuple(replace(o, expr=split(o.expr)) for o in fused.outputs))
+
+
+def split(e: Expr) -> Expr:
+    """The same of one expression."""
+    return rewrite(e, _split)
 
 
 def _split(e: Expr) -> Expr:

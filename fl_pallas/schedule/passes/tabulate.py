@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..build import substitute
 from ..dtype import is_float, itemsize
-from ..expr import Axis, Expr, Index, Load, Op, Reduce, free_axes, index, load, loads, walk
+from ..expr import Axis, Expr, Load, Op, Reduce, free_axes, index, load, loads, walk
 from . import registers
 from .covered import MAX_COVERED
 from .fuse import Fused, Output
@@ -89,14 +89,16 @@ def _as_stored(e: Expr, kernel: Fused, groups: tuple[Fused, ...], costly: list[E
 
 
 def _axes(n: Load) -> tuple[Axis, ...]:
-    """Those that are an index of a load, in its order."""
-    return tuple(i.axis for i in n.index if isinstance(i, Index))
+    """Those of a load in its order, each in an index of its own or the parts of one (a batch, and its heads); () if an
+    index has several."""
+    own = [free_axes(i) for i in n.index]
+    return tuple(dict.fromkeys(a for axes in own for a in axes)) if all(len(axes) <= 1 for axes in own) else ()
 
 
 def _order(e: Expr) -> tuple[Axis, ...]:
-    """The axes of `e` in the order in which a load has all of them, each as an index; () if none has."""
+    """The axes of `e` in the order in which a load has all of them; () if none has."""
     for n in loads(e):
         order = _axes(n)
-        if frozenset(order) == free_axes(e) and len(set(order)) == len(order):
+        if frozenset(order) == free_axes(e):
             return order
     return ()
