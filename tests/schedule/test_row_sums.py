@@ -6,10 +6,12 @@ The kernel of queries has one loop over keys, with three products, and the one o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fl_pallas as fl
@@ -63,7 +65,27 @@ def two_streams(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
     return ((q @ k.mT / 4).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-LAYERS: list[Callable[..., Tensor]] = [plain, forgetting, grouped, rotated_in_part, two_streams]
+def gated_blocks(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
+    """What a gate comes behind is kept as PyTorch's product has it, batch and heads as one dimension; a mask of blocks
+    divides rows as well."""
+    q, k, v = (heads(x @ w[n]) for n in range(3))
+    block = torch.arange(x.shape[1], device=x.device) // 8
+    o = (q @ k.mT / 4).masked_fill(block[:, None] != block, float("-inf")).softmax(-1) @ v
+    return (o * torch.sigmoid(q)).transpose(1, 2).flatten(2)
+
+
+def capped_with_a_sink(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
+    """Sums of parts in a sum of parts: rotated features, and keys beside a sink."""
+    a = torch.linspace(0, 1, x.shape[1], device=x.device)[:, None].to(x.dtype)
+    q, k, v = (heads(x @ w[n]) for n in range(3))
+    q, k = (torch.cat([t[..., :4] * a, t[..., 4:]], -1) for t in (q, k))
+    scores = torch.cat([(q @ k.mT / 4).tanh() * 5, g[0, :, None, None].expand(*q.shape[:3], 1)], -1)
+    return (scores.softmax(-1)[..., :-1] @ v).transpose(1, 2).flatten(2)
+
+
+LAYERS: list[Callable[..., Tensor]] = [
+    plain, forgetting, grouped, rotated_in_part, two_streams, gated_blocks, capped_with_a_sink,
+]  # fmt: skip
 
 
 def layer(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -87,7 +109,7 @@ def steps(plan: KernelPlan) -> list[tuple[Op, bool]]:
 def test_no_loop_is_over_what_rows_tell(attention: Callable[..., Tensor]) -> None:
     inputs = [t.requires_grad_() for t in given(256, torch.bfloat16)]
     backward = explain(layer(attention), *inputs).graphs[-1]
-    by_rows, by_keys = backward.kernels
+    by_rows, by_keys, *_ = backward.kernels
     assert len(by_rows.loops) == 1
     # A few tokens of another stream have a loop of their own, and rows of their own in it.
     looped = [n for n, looped in steps(by_keys) if looped and n.name in ("log", "div")]
@@ -99,3 +121,19 @@ def test_no_loop_is_over_what_rows_tell(attention: Callable[..., Tensor]) -> Non
 def test_gradients_of_layers(attention: Callable[..., Tensor], dtype: torch.dtype, device: torch.device) -> None:
     fn = layer(attention)
     check_gradients(fn, fl.compile(fn), given(33, dtype, device))
+
+
+@pytest.mark.parametrize("norm", [F.layer_norm, F.rms_norm])
+def test_a_norm_behind_shared_heads_is_no_sum_of_pairs(norm: Callable[..., Tensor]) -> None:
+    """Keys repeated for the heads that share them are larger than what they are made of: their norm was taken for one
+    of pairs, made for each row of scores, and the scores were stored."""
+
+    def shared(x: Tensor, w: Tensor, g: Tensor) -> Tensor:
+        q = norm(heads(x @ w[0]), [WIDTH])
+        k, v = (heads(x @ w[n][:, : 2 * WIDTH], 2).repeat_interleave(2, 1) for n in (1, 2))
+        return (softmax(q @ norm(k, [WIDTH]).mT / 4) @ v).transpose(1, 2).flatten(2)
+
+    graphs = explain(layer(shared), *(t.requires_grad_() for t in given(256, torch.bfloat16))).graphs
+    kernels = [p for g in graphs for p in g.kernels]
+    assert len(graphs[0].kernels) == 1 and all(len(p.loops) <= 1 for p in kernels)
+    assert max(math.prod(s.shape) for p in kernels for s in p.stores) == 2 * 256 * HEADS * WIDTH

@@ -68,6 +68,7 @@ def exchange(
     """
     first, groups, near = _exchange(groups, program, facts, name, compute)
     first, groups = (tuple(map(split_reductions, kernels)) for kernels in (first, groups))
+    facts = [f if f.expr is None else replace(f, expr=split(f.expr)) for f in facts]
     of_parts, groups, near_parts = _exchange(groups, program, facts, f"{name}_s", compute)
     near = {stands: split(e) for stands, e in near.items()} | near_parts
     return (*first, *of_parts), with_residuals(groups, near)
@@ -173,12 +174,12 @@ class _Known:
 
 
 def _known(fact: Value) -> tuple[_Known, ...]:
-    """What a fact says: in its own axes, and in those that they flatten."""
+    """What a fact says: in its own axes, and in those that any of them flatten. (A mask of blocks takes quotients of
+    rows too, which flatten nothing.)"""
     if fact.expr is None:
         return ()
-    ways = dict.fromkeys((tuple((a,) for a in fact.axes), tuple(_parts(a, fact.expr) for a in fact.axes)))
     found: list[_Known] = []
-    for parts in ways:
+    for parts in itertools.product(*(dict.fromkeys(((a,), _parts(a, fact.expr))) for a in fact.axes)):
         mapping = {a: row_major(map(index, p), p) for a, p in zip(fact.axes, parts, strict=True)}
         expr = substitute(fact.expr, mapping)
         if isinstance(expr, Reduce) and expr.kind == "sum":

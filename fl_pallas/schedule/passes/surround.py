@@ -57,6 +57,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
         loops[v.name] = cols if _is_costly_side(program, v) else cols | rows & _summed(v, readers, loops)
         sides[v.name] = ((rows, cols),)
         expands = v.numel > sum(program.by_name[r].numel for r in v.reads)
+        expands &= not reductions(v.expr) or not _is_of_all(v, v.expr)
         expands |= two_sided and v.numel >= whole and _is_of_features(program, v)
         two_sided |= expands and all(_finishes(u, v, sides) for u in readers)
         computed[v.name] = _computed(v, readers, sides, computed)
@@ -134,16 +135,28 @@ def _is_statistic(program: Program, v: Value) -> bool:
 
 def _is_computed_of_less(program: Program, v: Value) -> bool:
     """Whether `v` is made, element by element, of what has fewer elements all together."""
-    stack, seen, read = [v], {v.name}, 0
+    made = _pointwise(program, v)
+    if v.expr is None or reductions(v.expr) or len(made) > MAX_STEPS:
+        return False
+    e = inlined(v.expr, made)
+    return sum(program.by_name[n].numel for n in {n.source for n in loads(e)}) < v.numel and not _is_of_all(v, e)
+
+
+def _is_of_all(v: Value, e: Expr) -> bool:
+    """Whether `e`, what `v` is, loads something by all axes of `v`: keys that several heads share are no pairs."""
+    return any(free_axes(n).issuperset(a for a in v.axes if a.extent > 1) for n in loads(e))
+
+
+def _pointwise(program: Program, v: Value) -> dict[str, Value]:
+    """What `v` is made of element by element, and what that is."""
+    found: dict[str, Value] = {}
+    stack = [*v.reads]
     while stack:
-        u = stack.pop()
-        if u.expr is None or reductions(u.expr):
-            read += u.numel
-            continue
-        made = [program.by_name[name] for name in u.reads if name not in seen]
-        seen.update(m.name for m in made)
-        stack += made
-    return read < v.numel and v.expr is not None and not reductions(v.expr)
+        u = program.by_name[stack.pop()]
+        if u.name not in found and u.expr is not None and not reductions(u.expr):
+            found[u.name] = u
+            stack += u.reads
+    return found
 
 
 def _is_by_distance(program: Program, v: Value, rows: frozenset[Axis], cols: frozenset[Axis]) -> bool:
@@ -152,13 +165,7 @@ def _is_by_distance(program: Program, v: Value, rows: frozenset[Axis], cols: fro
     assert v.expr is not None
     if math.prod(r.axis.extent for r in reductions(v.expr)) > MAX_SUMMED:
         return False
-    pointwise: dict[str, Value] = {}
-    stack = [*v.reads]
-    while stack:
-        u = program.by_name[stack.pop()]
-        if u.name not in pointwise and u.expr is not None and not reductions(u.expr):
-            pointwise[u.name] = u
-            stack += u.reads
+    pointwise = _pointwise(program, v)
     if len(pointwise) > MAX_STEPS:
         return False
     e = inlined(v.expr, pointwise)
