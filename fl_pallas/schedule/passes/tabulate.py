@@ -34,7 +34,8 @@ def tabulate(first: tuple[Fused, ...], groups: tuple[Fused, ...], name: str, com
     for kernel in first:
         axes = kernel.outputs[0].axes
         added: list[Output] = []
-        orders = {e: _as_stored(e, kernel, groups, costly) for e in costly}
+        beside = _beside(kernel, groups, costly)
+        orders = {e: _as_stored(e, kernel, beside) for e in costly}
         rows = [e for e in costly if len(orders[e]) == len(axes)]
         sides = [e for e in costly if len(orders[e]) == len(axes) + 1 and _is_side(e)]
         for e in (*_largest(rows), *_largest(sides)):
@@ -72,20 +73,37 @@ def _largest(found: list[Expr]) -> list[Expr]:
     return [e for e in found if not any(e is not other and e in walk(other) for other in found)]
 
 
-def _as_stored(e: Expr, kernel: Fused, groups: tuple[Fused, ...], costly: list[Expr]) -> tuple[Axis, ...]:
-    """The axes of `e`, first those that `kernel` has; () if `e` has others.
+def _beside(kernel: Fused, groups: tuple[Fused, ...], costly: list[Expr]) -> dict[Expr, tuple[int, ...]]:
+    """For costly numbers of rows that `groups` load a result of `kernel` for, by their names of axes: which of their
+    axes, in order, are those of the kernel's rows.
 
-    What it stores may lie as the result does, and what `e` loads as queries do: as `groups` load the one beside
-    another of the `costly`, or else as the loads of `e` have them.
+    What the kernel stores may lie as the result does, and what the numbers are made of as queries do. The same number
+    of another axis (rows in a loop) is stored with them.
     """
-    axes, order, own = kernel.outputs[0].axes, _order(e), {o.name for o in kernel.outputs}
-    stored = dict.fromkeys(_axes(n) for g in groups for o in g.outputs for n in loads(o.expr) if n.source in own)
-    beside = dict.fromkeys(f for c in costly if len(f := _order(c)) == len(order))
-    read = [tuple(order[f.index(a)] for a in n) for n in stored for f in beside if len({*n} & {*f}) == len(n)]
-    for first in (*read, order[: len(axes)]):
+    own, found = {o.name for o in kernel.outputs}, dict[Expr, tuple[int, ...]]()
+    known = {*costly}
+    for o in (o for g in groups for o in g.outputs):
+        rows = dict.fromkeys(_axes(n) for n in loads(o.expr) if n.source in own)
+        for e in (e for e in walk(o.expr) if rows and e in known):
+            order = _order(e)
+            for n in rows:
+                if len({*n} & {*order}) == len(n):
+                    found.setdefault(_named(e), tuple(map(order.index, n)))
+    return found
+
+
+def _as_stored(e: Expr, kernel: Fused, beside: dict[Expr, tuple[int, ...]]) -> tuple[Axis, ...]:
+    """The axes of `e`, first those that `kernel` has; () if `e` has others."""
+    axes, order = kernel.outputs[0].axes, _order(e)
+    for first in (order[: len(axes)], tuple(order[n] for n in beside.get(_named(e), ()))):
         if [a.extent for a in first] == [a.extent for a in axes]:
             return (*first, *(a for a in order if a not in first))
     return ()
+
+
+def _named(e: Expr) -> Expr:
+    """`e` with names of axes by their order alone."""
+    return substitute(e, {a: index(Axis(f"%{n}", a.extent)) for n, a in enumerate(_order(e))})
 
 
 def _axes(n: Load) -> tuple[Axis, ...]:
