@@ -178,7 +178,7 @@ NO_GPU = "needs a CUDA GPU: torch.cuda.is_available() is False"
 # Shrinking compiles hundreds of programs: the failing specification is printed as it was found.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 settings.register_profile("dev", deadline=None, max_examples=40, print_blob=True, phases=PHASES)
-settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, max_examples=8)
+settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, max_examples=6)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
