@@ -174,17 +174,18 @@ THINNED = {
 }
 """Of the cases of these tests one in so many runs on a CPU, and at least one; all with --every-case."""
 NO_GPU = "needs a CUDA GPU: torch.cuda.is_available() is False"
+LONG = "takes long on a CPU: with --every-case, or on a machine with a GPU"
 
 # Shrinking compiles hundreds of programs: the failing specification is printed as it was found.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 settings.register_profile("dev", deadline=None, max_examples=40, print_blob=True, phases=PHASES)
-settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, max_examples=6)
+settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, max_examples=5)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden instead of comparing with it")
-    parser.addoption("--every-case", action="store_true", help="every case of the corpus where CI looks at a share")
+    parser.addoption("--every-case", action="store_true", help="all cases where CI looks at a share, and long tests")
 
 
 def pytest_configure() -> None:
@@ -200,7 +201,8 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
-    if not config.getoption("--every-case"):
+    every_case = config.getoption("--every-case")
+    if not every_case:
         cases: dict[str, list[pytest.Item]] = {}
         for i in items:
             cases.setdefault(i.nodeid.partition("[")[0], []).append(i)
@@ -210,6 +212,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+        if item.get_closest_marker("long") and not every_case:
+            item.add_marker(pytest.mark.skip(reason=LONG))
 
 
 def _share(cases: list[pytest.Item], one_in: int) -> list[pytest.Item]:

@@ -103,6 +103,7 @@ def test_gradients(case: Case, dtype: torch.dtype, seq: int, device: torch.devic
         assert not backward.fallbacks, "\n".join(map(str, backward.fallbacks))
 
 
+@pytest.mark.long
 def test_regions_that_read_each_others_results(device: torch.device) -> None:
     """The gradients of two attentions' product wait for each other, but not those of one kernel for another's."""
 
@@ -295,6 +296,7 @@ def neighbours(h: Tensor, keys: Tensor, values: Tensor, words: Tensor) -> Tensor
     return (0.3 * near + 0.7 * (h @ words.mT).softmax(-1)).log()
 
 
+@pytest.mark.long
 def test_a_short_product_is_kept(device: torch.device) -> None:
     """PyTorch would compute it for the backward pass: it is kept, and the scores beside it are not stored."""
     n, d, words = 200, 8, 11
@@ -349,6 +351,7 @@ def test_a_division_by_nothing_stays_under_its_test(device: torch.device) -> Non
     check_gradients(lifted, fl.compile(lifted, fallback="error"), [x, torch.arange(70, device=device) % 5])
 
 
+@pytest.mark.long
 def test_sums_of_one_half_are_not_those_of_the_other(device: torch.device) -> None:
     """Complex values by their halves: each of four sums is known to the backward pass, and another goes by its own."""
 
@@ -429,6 +432,7 @@ def test_what_a_kernel_stores_for_pytorch_is_told(device: torch.device) -> None:
     assert backward.kernels and any("a kernel stores" in str(f) for f in backward.fallbacks)
 
 
+@pytest.mark.long
 def test_what_a_kernel_stores_for_another_is_told(device: torch.device) -> None:
     """The gradient of the scores, larger than all that is given."""
     n = 70

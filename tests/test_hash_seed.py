@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SEEDS = ("1", "102")
 LENGTHS = {"value_variance_centred": 9, "talking_heads": 65, "document_causal": 65}
 SCRIPT = """
@@ -25,6 +27,7 @@ for argument in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_any_hash_seed() -> None:
     """A tie between two dimensions, decided by their place in a set, gave wrong gradients in one process of six."""
     root = Path(__file__).parents[1]

@@ -43,6 +43,7 @@ def made(size: int, device: torch.device) -> list[Tensor]:
     return [torch.nn.functional.normalize(x, dim=-1).requires_grad_() for x in inputs]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")
 @pytest.mark.parametrize("size", [5, MAX_PARTS + 6])
 def test_rows_in_turn(size: int, device: torch.device) -> None:

@@ -194,6 +194,7 @@ def bilinear(q: Tensor, k: Tensor, w: Tensor, u: Tensor) -> Tensor:
     return (torch.cat([a, c, a * c], -1) @ w @ u).softmax(-1) @ k
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(
     "ignore::fl_pallas.FallbackWarning"
 )  # the gradient of w takes that of each pair from memory

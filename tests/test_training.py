@@ -537,6 +537,7 @@ def test_as_a_backend_of_torch_compile() -> None:
     same(gradients(torch.compile(attention, backend="fl_pallas"), x), gradients(attention, x))
 
 
+@pytest.mark.long
 def test_distributed(tmp_path: Path) -> None:
     """DDP and FSDP2 in two processes; each compares its gradients with those of the whole batch in one."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
@@ -585,6 +586,7 @@ class Layers(nn.Module):
         return x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words", [80, 2000])
 def test_layers_as_one_function(words: int, device: torch.device) -> None:
     """Nothing but attention fuses, once a layer and pass: neither norms, nor embeddings, nor projections."""

@@ -183,6 +183,7 @@ assert _is_running(), "lowering ended the user's own backends"
 """
 
 
+@pytest.mark.long
 def test_lowering_leaves_jax_alone() -> None:
     """JAX's backends, one of which would be the GPU's, do not start; and if they run, they stay."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)
@@ -258,6 +259,7 @@ def two_layers(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     return attention(torch.tanh(attention(q, k, v) @ w), k, v)
 
 
+@pytest.mark.long
 def test_kernels_of_both_passes_are_compiled_by_the_first_call(
     hopper: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +275,7 @@ def test_kernels_of_both_passes_are_compiled_by_the_first_call(
     assert len(compiled) == len(hopper) and all(kernel.launches for kernel in hopper)
 
 
+@pytest.mark.long
 def test_short_loops_of_many_lengths_take_a_narrow_tile(
     hopper: list[Recorded], monkeypatch: pytest.MonkeyPatch
 ) -> None:

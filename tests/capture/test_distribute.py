@@ -91,6 +91,7 @@ def test_gradients(bias: Callable, dtype: torch.dtype, device: torch.device) -> 
     check_gradients(fn, compiled, inputs)
 
 
+@pytest.mark.long
 def test_what_is_read_otherwise_stays(device: torch.device) -> None:
     """The sum of two layers' gradients is wanted itself: of a bias with a batch of its own."""
 

@@ -122,6 +122,7 @@ def test_dropout(device: torch.device) -> None:
         assert abs((weights == 0).float().mean().item() - p) < 0.03
 
 
+@pytest.mark.long
 def test_the_constant_of_a_layer(device: torch.device) -> None:
     class Layer(nn.Module):
         def __init__(self, depth: int) -> None:

@@ -233,6 +233,7 @@ def test_matrices_of_an_iteration_are_waited_for_together() -> None:
         assert loop.count("ttng.wait_barrier") == waits
 
 
+@pytest.mark.long
 def test_in_other_ways() -> None:
     """Tuning compares choices with the same about guesses, the first by addresses too, and more of a short loop."""
     attention = F.scaled_dot_product_attention

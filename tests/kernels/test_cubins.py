@@ -157,6 +157,7 @@ def in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cubin, "loses_operand", lambda *_: False)
 
 
+@pytest.mark.long
 def test_products_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two loops with products, of latent attention's gradient with its row sums: in place, they would wait for each
     other; with computed operands in registers, at least.
@@ -249,6 +250,7 @@ def test_sums_that_lost_their_constant_are_found() -> None:
     assert is_miscompiled("/*0320*/ VIADD.16x2 R18, R14.reuse, 0x0 ;")
 
 
+@pytest.mark.long
 def test_narrow_numbers_are_not_divided_as_pairs() -> None:
     """A relative shift divides numbers under 2 ** 16, and LLVM would do so in 16 bits."""
     case = BY_NAME["transformer_xl"]

@@ -35,6 +35,7 @@ def instructions(text: str) -> list[str]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("side_by_side", [1, 2])
 def test_kernels_that_wait_together_are_listed_as_each_by_itself(
     side_by_side: int, monkeypatch: pytest.MonkeyPatch

@@ -124,6 +124,7 @@ def test_three_kernels_for_documents_of_any_length(monkeypatch: pytest.MonkeyPat
     assert sorted(built) == ["r0_k0", "r0_k0", "r0_k0_tiles"]
 
 
+@pytest.mark.long
 def test_short_loops_have_a_choice_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the kernel that serves long ones too."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

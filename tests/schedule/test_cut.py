@@ -74,6 +74,7 @@ class Moved(nn.Module):
         return (apart * self.pairs(torch.cat(known, -1))).mean(2)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")  # what linear layers read of pairs is stored
 def test_sums_that_are_stored_over_flattened_pairs_are_loaded_so(device: torch.device) -> None:
     """Linear layers have all pairs as one dimension; kernels that store what another loads have two axes of it."""

@@ -57,6 +57,7 @@ def gated_edges(q: Tensor, k: Tensor, v: Tensor, e: Tensor, bias: Tensor, gate: 
     return s * torch.sigmoid((e @ gate).permute(0, 3, 1, 2)) @ v
 
 
+@pytest.mark.long
 def test_gradients_of_two_layers_of_pairs_are_stored(device: torch.device) -> None:
     """What both give back to the pairs is PyTorch's, and so are the layers' weights."""
     shapes = *((1, 4, 40, 8),) * 3, (1, 40, 40, 24), (24, 4), (24, 4)

@@ -78,6 +78,7 @@ def test_gradients_of_distances_load_those_of_scores() -> None:
     assert any(is_by_thread(plan, loop) for plan in readers for loop in plan.loops)
 
 
+@pytest.mark.long
 def test_sums_that_lie_in_other_tiles_are_stored() -> None:
     """A bias that a layer makes of distances has heads for rows, scores have queries: tiles of one have no product of
     the other (1.28 ms for both passes on an H200, where PyTorch takes 0.25)."""

@@ -172,6 +172,7 @@ def test_all_layers_of_few_tokens_are_fused(length: int) -> None:
     assert [len(graph.kernels) for graph in found.graphs] == [3, 6]
 
 
+@pytest.mark.long
 def test_streams_of_each_token_are_no_pairs(device: torch.device) -> None:
     torch.manual_seed(0)
     module = Streams(2).to(device)
@@ -439,6 +440,7 @@ class Beside(nn.Module):
         return x + (q @ k.mT / 4).softmax(-1) @ v
 
 
+@pytest.mark.long
 def test_a_region_that_is_pytorchs_leaves_the_others() -> None:
     module = Beside()
     x = torch.randn(2, 100, 16).requires_grad_()
@@ -458,6 +460,7 @@ def axial(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
     return attended("bihje").transpose(1, 3) + attended("bjhie")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_along_two_axes_is_made_once(dtype: torch.dtype, device: torch.device) -> None:
     """Both results are kept: the second kernel adds the first one's, and neither is computed again. What they hand on
@@ -495,6 +498,7 @@ class Narrow(nn.Module):
         return x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("width", "heads", "groups", "features", "last"),
     [(128, 4, 4, 16, False), (32, 4, 1, 16, True), (80, 4, 1, 32, False)],

@@ -125,6 +125,7 @@ def test_shifted_scores_are_made_once_for_queries(fn: Callable, given: list[Tens
     assert "% 256" not in str(backward) and "% 512" not in str(backward), str(backward)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fn", [with_memory, both_ways])
 def test_gradients_of_shifts(fn: Callable, device: torch.device) -> None:
     given = memory(12, 28, 8, device) if fn is with_memory else tokens(14, 8, device)

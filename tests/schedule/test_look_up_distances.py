@@ -114,6 +114,7 @@ def waves_added(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
     return (q @ k.mT / 4 + bias).softmax(-1) @ v
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_sums_by_distance(dtype: torch.dtype, device: torch.device) -> None:
     """One bias for each distance, and one number of each diagonal for all its gradients: none for each pair."""

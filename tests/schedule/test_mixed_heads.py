@@ -42,6 +42,7 @@ def expressions(kernels: list[KernelPlan]) -> list[Expr]:
     return [*updates, *(s.expr for plan in kernels for s in plan.stores)]
 
 
+@pytest.mark.long
 def test_scores_are_made_before_heads_are_mixed(kernels: list[KernelPlan]) -> None:
     """No program makes the scores of all heads anew: heads are mixed of what is stored."""
     sums = [n for e in expressions(kernels) for n in walk(e) if isinstance(n, Reduce)]
@@ -49,11 +50,13 @@ def test_scores_are_made_before_heads_are_mixed(kernels: list[KernelPlan]) -> No
     assert mixing and not any(n.axis.extent == DIM for r in mixing for n in walk(r.body) if isinstance(n, Reduce))
 
 
+@pytest.mark.long
 def test_matrices_of_heads_lie_one_after_another(kernels: list[KernelPlan]) -> None:
     large = [s.shape for plan in kernels for s in plan.stores if math.prod(s.shape) == 8 * HEADS * 2048 * 2048]
     assert large and all(shape[-1] == 2048 for shape in large)
 
 
+@pytest.mark.long
 def test_few_rows_of_mixed_heads_are_no_tile(kernels: list[KernelPlan]) -> None:
     """A row of keys for all heads is too little for a program, where there are many."""
     for plan in kernels:
@@ -64,6 +67,7 @@ def test_few_rows_of_mixed_heads_are_no_tile(kernels: list[KernelPlan]) -> None:
             assert math.prod(tiles[a] for a in plan.grid) >= 2048 and programs < 100_000, (plan.name, tiles)
 
 
+@pytest.mark.long
 def test_scores_are_stored_as_their_normaliser_is(kernels: list[KernelPlan]) -> None:
     """Mixed scores of 16 bits, about a logarithm of 32 bits, gave weights that do not add up to 1: twice the error."""
 
@@ -97,6 +101,7 @@ def sixteen_heads() -> list[KernelPlan]:
 PAIRS = 2 * 16 * 2048 * 2048
 
 
+@pytest.mark.long
 def test_each_matrix_of_pairs_is_stored_once(sixteen_heads: list[KernelPlan]) -> None:
     """Scores, weights and mixed weights, and the gradient of each, in PyTorch's own 16 bits; none of them is copied."""
     found = [(s.dtype, s.expr) for p in sixteen_heads for s in p.stores if math.prod(s.shape) == PAIRS]
@@ -104,6 +109,7 @@ def test_each_matrix_of_pairs_is_stored_once(sixteen_heads: list[KernelPlan]) ->
     assert not any(isinstance(e, Load) for _, e in found)
 
 
+@pytest.mark.long
 def test_tiles_of_pairs_are_long_in_memory(sixteen_heads: list[KernelPlan]) -> None:
     for plan in sixteen_heads:
         for s in plan.stores:
@@ -111,6 +117,7 @@ def test_tiles_of_pairs_are_long_in_memory(sixteen_heads: list[KernelPlan]) -> N
             assert wide == 64, plan.name
 
 
+@pytest.mark.long
 def test_mixing_gradients_take_one_pass(sixteen_heads: list[KernelPlan]) -> None:
     """The row's sum in the gradient of scores is loaded."""
     pairs = [p for p in sixteen_heads if any(s.shape[-1] == 2048 and s.shape.count(16) == 2 for s in p.stores)]
@@ -134,6 +141,7 @@ def test_right(fn: object, dtype: torch.dtype, device: torch.device, monkeypatch
     check_gradients(fn, fl.compile(fn), given)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.filterwarnings("ignore::fl_pallas.errors.FallbackWarning")
 def test_sixteen_heads_are_right(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,7 @@ def inputs(n: int, c: int, made: bool, device: torch.device | str = "cpu") -> li
     return [x] if made else [x, z]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("made", [False, True])
 def test_both_attentions_are_fused(made: bool) -> None:
     """The gradient of a bias is stored, and what layers make of it is PyTorch's, whether it goes on to a result or

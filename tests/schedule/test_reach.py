@@ -226,6 +226,7 @@ def test_padding_of_large_negative_numbers_is_skipped(rows: int, gradients: bool
         check_gradients(fn, fl.compile(fn), given, name="padding")
 
 
+@pytest.mark.long
 def test_documents_apart_by_large_negative_numbers_are_skipped() -> None:
     """By what a kernel finds of their ids; a token of no document sees nothing."""
 

@@ -63,6 +63,7 @@ def radial(q: Tensor, k: Tensor, v: Tensor, at: Tensor, centres: Tensor, w: Tens
     return (q @ k.mT / 4 + bias.permute(0, 3, 1, 2)).softmax(-1) @ v
 
 
+@pytest.mark.long
 def test_few_sums_are_taken_at_once() -> None:
     """One program of 512 sums of 256, each step waiting for the last, took 119 us on an H200."""
     q, k, v = (torch.randn(8, 8, 256, 32, dtype=torch.bfloat16) for _ in range(3))

@@ -29,6 +29,7 @@ def decayed(q: Tensor, k: Tensor, v: Tensor, e: Tensor) -> Tensor:
     return (((((q @ k.mT) * d) @ e).softmax(-1) @ e.mT) * d) @ v
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fn", [masked, decayed])
 def test_both_hops_are_fused(fn: Callable[..., Tensor], device: torch.device) -> None:
     shapes = ((1, 2, S, n) for n in (16, 16, 16, SLOTS))

@@ -53,6 +53,7 @@ def rows_behind(a: Tensor, b: Tensor, w: Tensor) -> Tensor:
     return z + (z @ z.mT).softmax(-1) @ z
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wanted", [False, True])
 def test_attention_behind_them_is_fused(wanted: bool) -> None:
     """Pairs are what both are about, and only the one is left."""
@@ -68,6 +69,7 @@ def test_gradients(fn: Callable, inputs: tuple[int, ...], device: torch.device) 
     check_gradients(fn, fl.compile(fn), made)
 
 
+@pytest.mark.long
 def test_what_would_take_far_longer_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the channels taken for rows, by the estimate."""
     monkeypatch.setattr(joins, "LONG", 1 << 30)

@@ -149,6 +149,7 @@ def test_needs_one(fn: Callable[..., Tensor]) -> None:
     assert any(s.dtype == "i64" for p in forward.kernels for s in p.stores), explanation
 
 
+@pytest.mark.long
 def test_a_mask_that_is_given_is_no_maximum(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Layers of which each masks what the one before it makes would be written out whole."""
 
@@ -195,6 +196,7 @@ class Experts(torch.nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_the_search_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of sums are found by trying the orders of their axes, which takes steps as all else does."""
     renamed, calls = vanish._renamed, 0
