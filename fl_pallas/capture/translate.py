@@ -16,6 +16,7 @@ from ..schedule.doubles import doubles
 from ..schedule.expr import Expr, Index, Load, Op, const, index, load, reductions, sources, walk
 from ..schedule.in_turn import in_turn
 from ..schedule.integer import linear
+from ..schedule.passes.closed_forms import in_closed_form
 from ..schedule.passes.resolve_views import inlined
 from ..schedule.program import Program, Value, left_to_pytorch, reads_of, value_axes
 from . import reduction
@@ -44,7 +45,7 @@ def translate(gm: torch.fx.GraphModule, unread: Collection[str] = ()) -> Program
     translation = _Translation(gm, unread)
     for node in gm.graph.nodes:
         translation.visit(node)
-    program = Program(tuple(translation.values.values()), translation.outputs)
+    program = in_closed_form(Program(tuple(translation.values.values()), translation.outputs))
     if translation.device.type == "cuda":
         program = left_to_pytorch(program, doubles(program), "kernels compute in float32 on a GPU")
     return left_to_pytorch(program, in_turn(program), "a loop writes it part by part, each part made of those before")

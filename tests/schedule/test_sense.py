@@ -173,3 +173,18 @@ def test_tokens_that_are_not_rotated_need_no_kernels_of_their_own(first: int, de
     inputs = (q, k, v, angles.cos(), angles.sin())
     assert [len(g.kernels) for g in fl.explain(fn, *inputs).graphs] == [1, 2]
     check_gradients(fn, fl.compile(fn), inputs)
+
+
+def chained(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
+    """Queries that all heads share, refined again and again: each step reads the one before in two places."""
+    shared = q[:, :1]
+    for _ in range(40):
+        shared = shared + 0.1 * shared.flip(-1).sin()
+    return ((q + shared) @ k.mT).softmax(-1) @ v
+
+
+def test_what_a_long_chain_costs_is_soon_told(device: torch.device) -> None:
+    inputs = draw(64, 64, device, torch.float32)
+    with unrun():
+        explained = fl.explain(chained, *inputs)
+    assert explained.kernels

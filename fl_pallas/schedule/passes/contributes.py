@@ -108,7 +108,7 @@ def contributes(
         unseeing = perhaps_unseeing(update) - {e for e, _ in about if isinstance(e, Load)}
         condition = _unless(update, identity, finite, unseeing)
         return _where_masked(condition, update, (identity, floor), finite, about, unseeing)
-    return update if kind == "any" else TRUE
+    return {"any": update, "all": negate(update)}.get(kind, TRUE)
 
 
 @remembered

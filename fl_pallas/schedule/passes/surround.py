@@ -9,6 +9,7 @@ from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Load, Op, divides, free_axes, loads, reductions, walk
 from ..inner import over_distances
 from ..program import Program, Value, depends
+from ..remember import remembered
 from ..target import HOPPER
 from .blow_ups import FEW, is_picked_often
 from .joins import Sides, is_of_positions, is_of_small_sets
@@ -273,11 +274,25 @@ def _is_made_over(program: Program, v: Value, computed: int) -> bool:
 
 
 def _issued(program: Program, e: Expr) -> int:
-    """Instructions for one element, of what is no reduction: one of the unit of exponentials counts for its share."""
+    """Instructions for one element, of what is no reduction, and of what is computed for it, each once."""
+    issued, behind, seen = 0, [e], {e}
+    while behind:
+        made = behind.pop()
+        issued += _own_issued(made)
+        for source in (program.by_name[n.source].expr for n in loads(made)):
+            if source is None or reductions(source):
+                issued += 1
+            elif source not in seen:
+                seen.add(source)
+                behind.append(source)
+    return issued
+
+
+@remembered
+def _own_issued(e: Expr) -> int:
+    """The same of `e` alone: an instruction of the unit of exponentials counts for its share."""
     ops = [n for n in walk(e) if isinstance(n, Op) and is_float(n.dtype)]
-    own = sum(CALLED if n.name in _CALLS else ISSUED // POWERS if n.name in (*COSTLY, *_ROOTS) else 1 for n in ops)
-    read = (program.by_name[n.source].expr for n in loads(e))
-    return own + sum(1 if x is None or reductions(x) else _issued(program, x) for x in read)
+    return sum(CALLED if n.name in _CALLS else ISSUED // POWERS if n.name in (*COSTLY, *_ROOTS) else 1 for n in ops)
 
 
 def _made(program: Program, members: set[str]) -> set[str]:
