@@ -55,28 +55,26 @@ def _any(condition: Expr, axis: Axis) -> Expr | None:
 
 def _cases(condition: Expr) -> Iterator[Expr]:
     """Conditions of which one holds where `condition` does."""
-    if isinstance(condition, Op) and condition.name == "or":
-        for a in condition.args:
-            yield from _cases(a)
-    elif isinstance(condition, Op) and condition.name == "not" and _is(condition.args[0], "and"):
-        for a in condition.args[0].args:
-            yield from _cases(negate(a))
-    else:
-        yield condition
+    match condition:
+        case Op(name="or", args=(a, b)):
+            yield from (*_cases(a), *_cases(b))
+        case Op(name="not", args=(Op(name="and", args=(a, b)),)):
+            yield from (*_cases(negate(a)), *_cases(negate(b)))
+        case _:
+            yield condition
 
 
 def _conjuncts(condition: Expr) -> Iterator[Expr]:
     """Conditions that all hold where `condition` does."""
-    if isinstance(condition, Op) and condition.name == "and":
-        for a in condition.args:
-            yield from _conjuncts(a)
-    elif isinstance(condition, Op) and condition.name == "not" and _is(condition.args[0], "or"):
-        for a in condition.args[0].args:
-            yield from _conjuncts(negate(a))
-    elif isinstance(condition, Op) and condition.name == "eq" and all(is_int(a.dtype) for a in condition.args):
-        yield from (op(name, *condition.args, dtype="bool") for name in ("le", "ge"))
-    else:
-        yield condition
+    match condition:
+        case Op(name="and", args=(a, b)):
+            yield from (*_conjuncts(a), *_conjuncts(b))
+        case Op(name="not", args=(Op(name="or", args=(a, b)),)):
+            yield from (*_conjuncts(negate(a)), *_conjuncts(negate(b)))
+        case Op(name="eq", args=(a, b)) if is_int(a.dtype) and is_int(b.dtype):
+            yield from (op(name, a, b, dtype="bool") for name in ("le", "ge"))
+        case _:
+            yield condition
 
 
 def _of_all(condition: Expr, axis: Axis) -> Expr | None:
@@ -108,10 +106,6 @@ def _flat(name: str, e: Expr) -> Iterator[Expr]:
             yield from _flat(name, a)
     else:
         yield e
-
-
-def _is(e: Expr, name: str) -> bool:
-    return isinstance(e, Op) and e.name == name
 
 
 def _and(a: Expr, b: Expr) -> Expr:
