@@ -13,6 +13,7 @@ from .dtype import is_float, itemsize
 from .expr import Axis, Expr, sources
 from .passes.align import align, beside
 from .passes.along import take_along
+from .passes.asked import asked
 from .passes.both_sides import on_both_sides
 from .passes.build_plan import build_plan
 from .passes.by_cases import by_cases, solved
@@ -40,6 +41,7 @@ from .passes.picked import picked
 from .passes.places import places
 from .passes.prologue import into_prologues
 from .passes.region import Growth, Region, Rejected
+from .passes.roots import without_roots
 from .passes.rounded import grow_rounded
 from .passes.scans import grow_scanned, scans
 from .passes.share import lend, loading, share
@@ -139,13 +141,14 @@ def _scheduled(
     for n, region in enumerate(growth.regions):
         groups = fuse(program, region)
         _record_each(record, "fuse", groups)
+        groups = asked(groups, f"r{n}")
         groups = tuple(map(by_cases, map(itself, groups)))
         groups = tuple(map(unflatten, groups))
         _record_each(record, "unflatten", groups)
         groups = tuple(map(picked, map(places, groups)))
         short, groups = short_first(*exchange(groups, program, facts, f"r{n}", compute))
         _record_each(record, "exchange", groups)
-        groups = tuple(without_divisions(fused, facts) for fused in groups)
+        groups = tuple(without_divisions(without_roots(fused), facts) for fused in groups)
         groups = tabulate(short, groups, f"r{n}", compute)
         region, along = take_along(program, region, taken, groups[: len(short)])
         groups = (*along, *groups[len(short) :])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -78,6 +79,20 @@ def with_lengths(q: Tensor, k: Tensor, v: Tensor, n: Tensor) -> Tensor:
     return (scores.softmax(-1) @ v).masked_fill(~seen.any(-1)[..., None], 0)
 
 
+def padded(q: Tensor, k: Tensor, v: Tensor, w: Tensor, pad: Tensor, causal: bool = False) -> Tensor:
+    """A window and padding, of which rows may see nothing, and the layer behind it."""
+    i = torch.arange(q.shape[-2], device=q.device)
+    seen = ~(~pad[:, None, None] | (i[:, None] - i > 9))
+    scores = (q @ k.mT).masked_fill(~seen, -3e38)
+    scores = scores.masked_fill(i > i[:, None], -3e38) if causal else scores
+    out = (scores.softmax(-1) @ v).masked_fill(~seen.any(-1)[..., None], 0)
+    return F.layer_norm(out.transpose(1, 2).flatten(2) @ w, w.shape[1:])
+
+
+def causal(*args: Tensor) -> Tensor:
+    return padded(*args, causal=True)
+
+
 def made(device: torch.device, length: int) -> list[Tensor]:
     return [torch.randn(2, 2, length, 16, device=device) for _ in range(3)]
 
@@ -99,3 +114,25 @@ def test_gradients(device: torch.device) -> None:
 def test_rows_beyond_a_length(device: torch.device) -> None:
     inputs = *made(device, 40), torch.tensor([7, 40], device=device)
     run_and_check(with_lengths, fl.compile(with_lengths, fallback="error"), inputs)
+
+
+def with_padding(device: torch.device, length: int) -> list[Tensor]:
+    pad = torch.rand(2, length, device=device) > 0.2
+    pad[0, :12] = False
+    return [*made(device, length), torch.randn(32, 32, device=device), pad]
+
+
+@pytest.mark.parametrize("fn", [padded, causal])
+def test_rows_are_asked_once_for_all_heads(fn: object) -> None:
+    *floats, pad = with_padding(torch.device("cpu"), 512)
+    explained = explain(fn, *(x.requires_grad_() for x in floats), pad)
+    assert not explained.fallbacks
+    for plan in explained.graphs[-1].kernels:
+        steps = [s for loop in plan.loops for s in loop.steps if isinstance(s, Accumulator)]
+        asked = [s for s in steps if s.kind == "any"]
+        assert not asked or len(asked) == len(steps) and len(plan.grid) < 4, plan.name
+
+
+@pytest.mark.parametrize("fn", [padded, causal])
+def test_gradients_of_padded_rows(fn: object, device: torch.device) -> None:
+    check_gradients(fn, fl.compile(fn, fallback="error"), with_padding(device, 40))

@@ -44,13 +44,20 @@ def join(program: Program, v: Value) -> Seed | None:
     """The two sides of `v` if it joins values that each have an axis the other lacks."""
     if v.expr is None or v.is_view:
         return None
-    if not (is_float(v.dtype) or is_in_floats(v.expr) or v.dtype == "bool" and _is_counted(program, v)):
+    counted = None if is_float(v.dtype) or is_in_floats(v.expr) else _counted(program, v)
+    if counted is not None and not counted:
         return None
-    found = _operands(program, v.expr)
+    seed = _sides(program, v, v.expr)
+    # What both sides share may be what is counted: whether a row sees anything, of a mask and each batch's padding.
+    return seed if seed is None or counted is None or not counted.isdisjoint(seed.rows | seed.cols) else None
+
+
+def _sides(program: Program, v: Value, e: Expr) -> Seed | None:
+    found = _operands(program, e)
     own = frozenset(v.axes)
     # A product of which an extent is 1 has lost an axis to look for, but it has no further axis either.
     wide = {x for x in own if x.extent > 1}
-    whole = [r for r in reductions(v.expr) if free_axes(r) >= wide]
+    whole = [r for r in reductions(e) if free_axes(r) >= wide]
     # What has an operand of its own size changes that one alone: a norm, with its means and weights.
     changed = any(is_float(n.dtype) and axes_of(n) >= wide for n in found)
     short: Seed | None = None
@@ -64,7 +71,7 @@ def join(program: Program, v: Value) -> Seed | None:
         if short is None and (a, b) in contracted and is_float(a.dtype) and is_float(b.dtype) and 1 in v.shape:
             short = Seed(v, rows, cols)  # of a row by itself (a norm among distances), where no other pair has both
     # Numbers of rows that meet positions, and not how far two of those are apart.
-    places = frozenset(_positions(v.expr)) & own
+    places = frozenset(_positions(e)) & own
     for n in [n for n in found if is_float(n.dtype)] if places and not (whole or changed) else []:
         rows, cols = axes_of(n) & own, places - axes_of(n)
         if rows and len(cols) == 1:
@@ -94,11 +101,11 @@ def _positions(e: Expr) -> Iterator[Axis]:
             yield from _positions(a)
 
 
-def _is_counted(program: Program, v: Value) -> bool:
-    """Whether the pairs of a mask are summed, with nothing larger than rows but positions (a row's positives): scores
-    that it masks are no such sum, nor is what two sets of a row and of a column have in common."""
-    if not is_outer(v):
-        return False
+def _counted(program: Program, v: Value) -> frozenset[Axis]:
+    """The axes along which the pairs of a mask are summed, with nothing larger than rows but positions (a row's
+    positives): scores that it masks are no such sum, nor is what two sets of a row and of a column have in common."""
+    if v.dtype != "bool" or not is_outer(v):
+        return frozenset()
     own, pairs = {v.name}, v.numel
     for u in program.values:
         if u.expr is None or own.isdisjoint(u.reads):
@@ -106,12 +113,13 @@ def _is_counted(program: Program, v: Value) -> bool:
         others = [o for r in u.reads if r not in own and (o := program.by_name[r]).numel >= pairs]
         if not all(is_of_positions(program, o) for o in others):
             continue
-        if reductions(u.expr):
+        if found := reductions(u.expr):
             if not is_of_small_sets(program, u):
-                return True
+                read = [(r, n) for r in found for n in loads(r.body) if n.source in own and len(n.index) == len(v.axes)]
+                return frozenset(a for r, n in read for i, a in zip(n.index, v.axes) if r.axis in free_axes(i))
             pairs = min(pairs, u.numel)
         own.add(u.name)
-    return False
+    return frozenset()
 
 
 def is_of_small_sets(program: Program, v: Value) -> bool:
