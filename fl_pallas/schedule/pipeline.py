@@ -11,6 +11,7 @@ from functools import partial
 from ..errors import Unsupported
 from .dtype import is_float, itemsize
 from .expr import Axis, Expr, sources
+from .passes.again import grow_again
 from .passes.align import align, beside
 from .passes.along import take_along
 from .passes.asked import asked
@@ -113,7 +114,7 @@ def schedule(
         if not scans(program):
             raise
         # Whatever a scan stood in the way of: it is PyTorch's, and what it reads is stored.
-        return _scheduled(program, *grow_rounded(program), target, record, verify)
+        return _scheduled(*grow_again(program, *grow_rounded(program)), target, record, verify)
 
 
 def _scheduled(

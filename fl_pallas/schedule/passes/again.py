@@ -22,6 +22,8 @@ from .rounded import grow_rounded
 
 # Operations of PyTorch's, one after another, that scores are computed again behind.
 MAX_TIMES = 16
+# How many times smaller what is stored for PyTorch has to be than scores that are computed again.
+FEW_OF = 4
 # What has no value beyond an end of its domain.
 _BOUNDED = ("sqrt", "rsqrt", "log", "log2", "log1p", "pow", "asin", "acos")
 
@@ -33,18 +35,26 @@ def grow_again(viewed: Program, program: Program, growth: Growth, rounded: froze
     regions compute all of these; that Program first."""
     given: Grown = viewed, program, growth, rounded
     found, names = given, set[str]()
+    done: set[tuple[str, str]] = set()
     for times in range(MAX_TIMES):
         viewed, program, growth, _ = found
-        ways = (_apart(viewed, program, r, f"_again{times}") for r in growth.rejected)
-        way = next((way for way in ways if way is not None), None)
-        if way is None:
+        # (Of what is a few heads' alone, PyTorch's operation stands in the way for good.)
+        left = {key: r for r in growth.rejected if (key := (_join(r).name, r.blocker.name)) not in done}
+        ways = ((key, way) for key, r in left.items() if (way := _apart(viewed, program, r, f"_again{times}")))
+        key, way = next(ways, (None, None))
+        if key is None or way is None:
             break
+        done.add(key)
         found = way[0], *grow_rounded(way[0])
         names |= way[1]
     _, program, growth, _ = found
     inside = {m for region in growth.regions for m in region.members}
     stored = {name for region in growth.regions for name in region.outputs}
     return found if names & program.by_name.keys() <= inside and stored.isdisjoint(names) else given
+
+
+def _join(rejected: Rejected) -> Value:
+    return rejected.join or rejected.value
 
 
 def original(name: str) -> str:
@@ -58,14 +68,16 @@ def _apart(viewed: Program, program: Program, rejected: Rejected, suffix: str) -
     region is read on both sides."""
     if rejected.blocker.expr is not None:
         return None
-    large, size = grown_from(program, rejected.value), rejected.value.numel
+    large, size = grown_from(program, _join(rejected)), _join(rejected).numel
     blocker = {rejected.blocker.name}
     below = blocker | {v.name for v in viewed.values if depends(viewed, {v.name}, blocker)}
     ahead = [v for v in viewed.values if v.name not in below and v.expr is not None]
     region = {v.name for v in ahead if root_of(viewed, v.name) in large}
     before = region | {v.name for v in ahead if v.numel >= size or v.op == PART}
     asked = {r for v in viewed.values if v.name in below for r in v.reads if r in before}
-    if asked.isdisjoint(region) or not before.isdisjoint(rejected.blocker.reads):
+    # What the operation reads is stored: scores, or a few heads' of many.
+    waited_for = max((viewed.by_name[r].numel for r in rejected.blocker.reads if r in before), default=0)
+    if asked.isdisjoint(region) or waited_for * FEW_OF > size:
         return None
     for v in reversed(viewed.values):
         if v.name in asked:

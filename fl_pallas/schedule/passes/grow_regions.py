@@ -96,7 +96,8 @@ def grow_regions(program: Program) -> Growth:
             if (is_larger(program, seed) or smaller) and _spares(program, seed, stored):
                 if read.numel > given:
                     why = f"{blocker[1]}; a kernel stores what it reads"
-                    rejected.append(Rejected(read, blocker[0], why, read.numel * itemsize(read.dtype), fused=True))
+                    nbytes = read.numel * itemsize(read.dtype)
+                    rejected.append(Rejected(read, blocker[0], why, nbytes, fused=True, join=seed.value))
                 blocker = None
         if blocker is None and not large_results(program, seed):
             end_before_projections(program, seed, set[str]().union(*(other.large for other, _ in tried)))

@@ -30,6 +30,7 @@ class Rejected:
       why: the reason.
       nbytes: size of what is materialised, in bytes.
       fused: whether kernels compute it all the same, and store a part of that size between them.
+      join: the join that the region grew from, where `value` is a part made of it.
     """
 
     value: Value
@@ -37,6 +38,7 @@ class Rejected:
     why: str
     nbytes: int
     fused: bool = False
+    join: Value | None = None
 
 
 @dataclass(frozen=True)
