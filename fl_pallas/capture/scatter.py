@@ -19,7 +19,7 @@ import torch
 
 from ..errors import Unsupported
 from ..schedule import build
-from ..schedule.expr import Axis, Expr, Index, free_axes, index, loads
+from ..schedule.expr import Axis, Const, Expr, Index, Op, free_axes, index, loads
 from ..schedule.integer import linear, linear_bounds
 from .indexing import index_dims, position, wrapped
 from .reduction import accumulator
@@ -149,6 +149,39 @@ def _sum(
     return _total(here, value(tuple(map(index, places))), places, dtype)
 
 
+def _clamped(i: Expr) -> tuple[Expr, int, int] | None:
+    """What a position is within two ends, and these; None if it is not clamped."""
+    ends: dict[str, int] = {}
+    while isinstance(i, Op) and i.name in ("max", "min") and isinstance(i.args[1], Const) and i.name not in ends:
+        ends[i.name] = int(i.args[1].value)
+        i = i.args[0]
+    return (i, ends["max"], ends["min"]) if len(ends) == 2 and ends["max"] < ends["min"] else None
+
+
+def _between_ends(
+    target: Expr,
+    clamped: tuple[Expr, int, int],
+    places: Sequence[Axis],
+    value: Callable[[Indices], Expr],
+    dtype: str,
+) -> Expr:
+    """The sum of values whose positions are linear, but for two ends at which all that lie beyond add up (relative
+    positions of DeBERTa).
+
+    Raises: Unsupported, unless the positions between are linear in the places, and no two places have the same.
+    """
+    i, low, high = clamped
+    span = linear_bounds(linear(i))
+    # (No position counts from the other end.)
+    up = max(0, -span[0]) if span is not None else 0
+    here, where = _found([(integer("add", target, up), integer("add", i, up), high + up)], places)
+    total = _total(here, value(where), (), dtype)
+    for end, name in ((low, "le"), (high, "ge")):
+        beyond = _total(integer(name, i, end), value(tuple(map(index, places))), places, dtype)
+        total = build.select(integer("eq", target, end), beyond, total)
+    return total
+
+
 def _are_by_distance(positions: Sequence[Tensor], places: Sequence[Axis]) -> bool:
     """Whether positions are decided by how far two places are apart: an element then asks each distance, of which there
     are as many as places, and not each pair."""
@@ -252,7 +285,12 @@ def _scatter(
         if place.extent == 1:
             here = integer("eq", idx[d], position(index_, replaced(idx, d, ZERO)))
             return _put(out, x.at(idx), here, value((ZERO,)), accumulate)
-        wanted = ((idx[d], position(index_, replaced(idx, d, index(place))), x.shape[d]),)
+        inner = replaced(idx, d, index(place))
+        if accumulate and index_.whole and (clamped := _clamped(position(replace(index_, at=index_.whole), inner))):
+            with contextlib.suppress(Unsupported):
+                total = _between_ends(idx[d], clamped, (place,), value, out.dtype)
+                return _put(out, x.at(idx), build.TRUE, total, accumulate)
+        wanted = ((idx[d], position(index_, inner), x.shape[d]),)
         return _written(out, x.at(idx), wanted, (place,), value, accumulate)
 
     return at
