@@ -133,6 +133,8 @@ def encoder_layer(
 
 FEW = 8
 """Of so many features, differences are as fast as a product, whose least depth is 8 or 16."""
+NEAR = 2.0**-18
+"""Of two squared norms of 16-bit features, what rounding may leave of a squared distance."""
 
 
 def euclidean_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -142,12 +144,16 @@ def euclidean_distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
       a: [..., n, features].
       b: [..., m, features].
     """
-    if a.dtype.itemsize == 2 or a.shape[-1] <= FEW:
-        # The norms of equal points would leave a little, at which the slope of the root is huge: the gradient would be
-        # a difference of huge sums, of weights that products round. A product of few features is no faster either.
+    if a.shape[-1] <= FEW:
         return (a.unsqueeze(-2) - b.unsqueeze(-3)).square().sum(-1).sqrt()
-    squares = a.square().sum(-1).unsqueeze(-1) + b.square().sum(-1).unsqueeze(-2)
-    return (squares - 2 * a @ b.mT).clamp_min(0).sqrt()
+    wide = torch.promote_types(a.dtype, torch.float32)
+    norms = a.to(wide).square().sum(-1).unsqueeze(-1) + b.to(wide).square().sum(-1).unsqueeze(-2)
+    squares = norms - 2 * (a @ b.mT).to(wide)
+    if a.dtype.itemsize == 2:
+        # The norms of equal points would leave a little, at which the slope of the root is huge: the gradient would be
+        # a difference of huge sums, of weights that products round.
+        squares = torch.where(squares > norms * NEAR, squares, 0)
+    return squares.clamp_min(0).sqrt().to(a.dtype)
 
 
 @cache

@@ -9,6 +9,9 @@ from ..build import negate, substitute
 from ..expr import Axis, Expr, Index, Op, Reduce, free_axes, index, load, reductions, walk
 from .fuse import Fused, Output
 
+# Columns that are asked as often as there is something to ask them for.
+FEW = 64
+
 
 def asked(groups: tuple[Fused, ...], name: str) -> tuple[Fused, ...]:
     """`sum[d](select(any[j](seen[b, i, j]), g[b, h, i, d], 0) * ...)` → a kernel that stores `any[j](seen[b, i, j])`
@@ -36,7 +39,9 @@ def asked(groups: tuple[Fused, ...], name: str) -> tuple[Fused, ...]:
 
 def _asks(e: Expr) -> bool:
     """Whether `e` asks something of all columns, of masks alone, and for each row."""
-    return isinstance(e, Reduce) and e.kind in ("any", "all") and bool(free_axes(e)) and not reductions(e.body)
+    if not isinstance(e, Reduce) or e.kind not in ("any", "all"):
+        return False
+    return e.axis.extent > FEW and bool(free_axes(e)) and not reductions(e.body)
 
 
 def _stands_in(e: Expr, kernel: Fused) -> bool:

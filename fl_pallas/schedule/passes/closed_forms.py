@@ -88,8 +88,8 @@ def _of_all(condition: Expr, axis: Axis) -> Expr | None:
         if interval is None or not all(map(_is_same, interval, solve(c, axis, frozenset()))):
             return None
         lower, upper = interval
-        lowest += [*_flat("max", lower)] if lower is not None else []
-        beyond += [*_flat("min", upper)] if upper is not None else []
+        lowest += [*flat("max", lower)] if lower is not None else []
+        beyond += [*flat("min", upper)] if upper is not None else []
     pairs = (op("lt", low, high, dtype="bool") for low in lowest for high in beyond)
     return folded(_and, pairs, rest)
 
@@ -100,10 +100,11 @@ def _is_same(a: Expr | None, b: Expr | None) -> bool:
     return linear(op("sub", a, b, dtype="i64")) == ({}, 0)
 
 
-def _flat(name: str, e: Expr) -> Iterator[Expr]:
+def flat(name: str, e: Expr) -> Iterator[Expr]:
+    """What `e` is the largest, or the least, of."""
     if isinstance(e, Op) and e.name == name:
         for a in e.args:
-            yield from _flat(name, a)
+            yield from flat(name, a)
     else:
         yield e
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce as folded
 
-from ..build import cast, op, rewrite, select, substitute
-from ..dtype import is_float, is_int
-from ..expr import Axis, Const, Expr, Op, Reduce, const, free_axes, index
+from ..build import TRUE, cast, negate, op, rewrite, select, substitute
+from ..dtype import is_float
+from ..expr import Axis, Const, Expr, Op, Reduce, const, free_axes
 from ..inner import factors
-from ..integer import from_linear, linear
+from ..integer import linear
+from .bound_loops import solve
+from .closed_forms import flat
 from .fuse import Fused
 
 
@@ -28,26 +31,32 @@ def _picked(e: Expr) -> Expr:
     if len(varying) != 1:  # what is not picked is multiplied by 0, and may be infinite
         return e
     (one,) = varying
-    if not isinstance(one, Op) or one.name != "select":
-        return e
-    test, then, other = one.args
-    at = _place(test, e.axis)
-    if at is None or not isinstance(other, Const) or other.value != 0:
+    at = next(_places(_counted(one), e.axis), None)
+    if at is None:
         return e
     zero, end = const(0, "i64"), const(e.axis.extent, "i64")
     inside = op("and", op("ge", at, zero, dtype="bool"), op("lt", at, end, dtype="bool"), dtype="bool")
-    found = select(inside, substitute(then, {e.axis: at}), other)
+    found = select(inside, substitute(one, {e.axis: at}), const(0.0, one.dtype))
     return cast(
         folded(lambda a, b: op("mul", a, b, dtype=e.body.dtype), (f for f in parts if f is not one), found), e.dtype
     )
 
 
-def _place(test: Expr, axis: Axis) -> Expr | None:
-    """The index along `axis` that alone passes a test, in terms of other axes; None if it is no such test."""
-    if not isinstance(test, Op) or test.name != "eq" or not all(is_int(a.dtype) for a in test.args):
-        return None
-    terms, c = linear(op("sub", *test.args, dtype="i64"))
-    sign = terms.pop(index(axis), 0)
-    if abs(sign) != 1 or any(axis in free_axes(t) for t in terms):
-        return None
-    return from_linear(({t: -sign * k for t, k in terms.items()}, -sign * c), "i64")
+def _counted(e: Expr) -> Expr:
+    """A condition without which `e` is 0: the tests of a selection, and of those inside of it."""
+    if not isinstance(e, Op) or e.name != "select":
+        return TRUE
+    for test, inner, other in ((e.args[0], *e.args[1:]), (negate(e.args[0]), *e.args[:0:-1])):
+        if isinstance(other, Const) and other.value == 0:
+            return op("and", test, _counted(inner), dtype="bool")
+    return TRUE
+
+
+def _places(test: Expr, axis: Axis) -> Iterator[Expr]:
+    """The index along `axis` that alone passes a test, in terms of other axes, perhaps in several; none if it is no
+    such test."""
+    lower, upper = solve(test, axis, frozenset())
+    for first in flat("max", lower) if lower is not None else ():
+        for end in flat("min", upper) if upper is not None else ():
+            if linear(op("sub", end, first, dtype="i64")) == ({}, 1):
+                yield first
