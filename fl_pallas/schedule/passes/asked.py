@@ -10,7 +10,7 @@ from ..expr import Axis, Expr, Index, Op, Reduce, free_axes, index, load, reduct
 from .fuse import Fused, Output
 
 # Columns that are asked as often as there is something to ask them for.
-FEW = 64
+FEW = 16
 
 
 def asked(groups: tuple[Fused, ...], name: str) -> tuple[Fused, ...]:
