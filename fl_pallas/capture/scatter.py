@@ -175,7 +175,8 @@ def _between_ends(
     # (No position counts from the other end.)
     up = max(0, -span[0]) if span is not None else 0
     here, where = _found([(integer("add", target, up), integer("add", i, up), high + up)], places)
-    total = _total(here, value(where), (), dtype)
+    between = every(integer("gt", target, low), integer("lt", target, high), here)
+    total = _total(between, value(where), (), dtype)
     for end, name in ((low, "le"), (high, "ge")):
         beyond = _total(integer(name, i, end), value(tuple(map(index, places))), places, dtype)
         total = build.select(integer("eq", target, end), beyond, total)
@@ -286,10 +287,12 @@ def _scatter(
             here = integer("eq", idx[d], position(index_, replaced(idx, d, ZERO)))
             return _put(out, x.at(idx), here, value((ZERO,)), accumulate)
         inner = replaced(idx, d, index(place))
-        if accumulate and index_.whole and (clamped := _clamped(position(replace(index_, at=index_.whole), inner))):
+        if accumulate and index_.whole and x.shape[d] > MAX_ASKING:
+            clamped = _clamped(position(replace(index_, at=index_.whole), inner))
             with contextlib.suppress(Unsupported):
-                total = _between_ends(idx[d], clamped, (place,), value, out.dtype)
-                return _put(out, x.at(idx), build.TRUE, total, accumulate)
+                if clamped is not None:
+                    total = _between_ends(idx[d], clamped, (place,), value, out.dtype)
+                    return _put(out, x.at(idx), build.TRUE, total, accumulate)
         wanted = ((idx[d], position(index_, inner), x.shape[d]),)
         return _written(out, x.at(idx), wanted, (place,), value, accumulate)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -23,7 +24,9 @@ def asked(groups: tuple[Fused, ...], name: str) -> tuple[Fused, ...]:
     Args:
       name: begins the names of what is stored.
     """
-    found = dict.fromkeys(e for g in groups for o in g.outputs for e in walk(o.expr) if _asks(e))
+    most = max((math.prod(o.shape) for g in groups for o in g.outputs), default=0)
+    every = dict.fromkeys(e for g in groups for o in g.outputs for e in walk(o.expr) if _asks(e))
+    found = [e for e in every if math.prod(a.extent for a in free_axes(e)) <= most]  # of rows, and not of pairs
     first: dict[Expr, Output] = {}
     held: dict[Expr, Expr] = {}
     for e in found:
