@@ -18,6 +18,7 @@ from .bridge.dlpack import float32_products
 from .bridge.launch import Family
 from .bridge.rest import Whole
 from .bridge.splice import with_reshapes
+from .capture.in_place import out_of_place
 from .capture.joint import NOTHING, Compiler, Known, differentiable
 from .capture.laid import lay_as_pytorch
 from .capture.numbers import Numbers, has_numbers, numbers_of
@@ -201,15 +202,20 @@ class _Specialised:
     def _differentiable(self, args: Sequence[Any]) -> Callable[..., Any]:
         """Both passes; PyTorch's own where it would compute for the backward pass what only kernels know."""
         known = 0 if self.explanation is None else len(self.explanation.graphs)
-        left, attempts = frozenset[str](), 0
+        gm, left, attempts = self.gm, frozenset[str](), 0
         while True:
             attempts += 1
             made: dict[str, Schedule] = {}
             together = Together()
             forward, backward = (self._pass(name, made, together) for name in ("forward", "backward"))
             try:
-                run = differentiated(*differentiable(self.gm, args, vanishing, keep, inner, forward, backward, left))
+                run = differentiated(*differentiable(gm, args, vanishing, keep, inner, forward, backward, left))
             except Unsupported as refusal:
+                if gm is self.gm and (plain := out_of_place(gm)) is not None:
+                    gm = plain
+                    if self.explanation is not None:
+                        del self.explanation.graphs[known:]
+                    continue
                 self._tell(Graph(None, (replace(refused(refusal), bytes=self._unfused(args)),), ()))
                 return self._whole(args)
             if "forward" not in made:
