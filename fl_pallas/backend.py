@@ -211,7 +211,9 @@ class _Specialised:
             try:
                 run = differentiated(*differentiable(gm, args, vanishing, keep, inner, forward, backward, left))
             except Unsupported as refusal:
-                if gm is self.gm and (plain := out_of_place(gm)) is not None:
+                # (What eager autograd refuses, a write to what a gradient needs, stays an error.)
+                refuses = "modified by an inplace operation" in refusal.why
+                if gm is self.gm and not refuses and (plain := out_of_place(gm)) is not None:
                     gm = plain
                     if self.explanation is not None:
                         del self.explanation.graphs[known:]

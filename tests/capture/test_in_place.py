@@ -42,6 +42,13 @@ def seen_through_a_view(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor
     return torch.einsum("nlsh,nshd->nlhd", scores.softmax(2), v) + first.sum(2)[..., None]
 
 
+def needed_by_a_gradient(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1)
+    before = scores.exp_().square()
+    scores *= 0.25
+    return before @ v.transpose(1, 2)
+
+
 def made(device: torch.device) -> list[Tensor]:
     keep = torch.arange(40, device=device) < torch.tensor([[40], [31]], device=device)
     return [*(torch.randn(2, 40, 2, 16, device=device) for _ in range(3)), keep]
@@ -56,6 +63,14 @@ def test_a_view_that_is_read_later(device: torch.device) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fl.FallbackWarning)
         check_gradients(seen_through_a_view, fl.compile(seen_through_a_view), made(device))
+
+
+@pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning", "ignore:Error detected in:UserWarning")
+def test_what_autograd_refuses_stays_refused(device: torch.device) -> None:
+    *floats, keep = made(device)
+    for fn in (needed_by_a_gradient, fl.compile(needed_by_a_gradient)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            fn(*(x.requires_grad_() for x in floats), keep).sum().backward()
 
 
 def captured(fn: Callable) -> torch.fx.GraphModule:
