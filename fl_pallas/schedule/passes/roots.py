@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from ..build import op, rewrite, with_children
 from ..dtype import is_float
-from ..expr import Const, Expr, Op, children, const
+from ..expr import Expr, Op, children, const
 from ..laws import non_negative
 from ..remember import remembered
 from .fuse import Fused
+from .interchange import is_zero
 
 
 def without_roots(fused: Fused) -> Fused:
@@ -23,13 +24,9 @@ def _squared(e: Expr) -> Expr:
         for a, x in (e.args, e.args[::-1]):
             if _is_root(x) and (left := _without(a, x)) is not None:
                 return op("mul", left, children(x)[0], dtype=e.dtype)
-    if isinstance(e, Op) and e.name == "eq" and _is_root(e.args[0]) and _is_zero(e.args[1]):
+    if isinstance(e, Op) and e.name == "eq" and _is_root(e.args[0]) and is_zero(e.args[1]):
         return op("eq", children(e.args[0])[0], e.args[1], dtype="bool")
     return e
-
-
-def _is_zero(e: Expr) -> bool:
-    return isinstance(e, Const) and e.value == 0
 
 
 def _is_root(e: Expr) -> bool:
@@ -39,9 +36,9 @@ def _is_root(e: Expr) -> bool:
 
 def _cancelled(e: Expr) -> Expr:
     """A selection between 0 and quotients by a root, where that is not 0."""
-    if isinstance(e, Op) and e.name == "select" and _is_zero(e.args[1]):
+    if isinstance(e, Op) and e.name == "select" and is_zero(e.args[1]):
         test, zero, other = e.args
-        if isinstance(test, Op) and test.name == "eq" and _is_root(x := test.args[0]) and _is_zero(test.args[1]):
+        if isinstance(test, Op) and test.name == "eq" and _is_root(x := test.args[0]) and is_zero(test.args[1]):
             return with_children(e, (test, zero, rewrite(other, lambda n: _quotient(n, x))))
     return e
 
