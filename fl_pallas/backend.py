@@ -24,7 +24,7 @@ from .capture.laid import lay_as_pytorch
 from .capture.numbers import Numbers, has_numbers, numbers_of
 from .capture.writes import parts_between_writes, run_parts
 from .config import Config, config
-from .errors import Unsupported, failing
+from .errors import NoGradient, Unsupported, failing
 from .explain import Explanation, Fallback, Graph, Stage
 from .fallback import NoRoad, enabled, moved, nbytes, refused, report, unfit
 from .realise import copied, device_of, functional, has_inductor, large, realised, scheduled
@@ -211,9 +211,8 @@ class _Specialised:
             try:
                 run = differentiated(*differentiable(gm, args, vanishing, keep, inner, forward, backward, left))
             except Unsupported as refusal:
-                # (What eager autograd refuses, a write to what a gradient needs, stays an error.)
-                refuses = "modified by an inplace operation" in refusal.why
-                if gm is self.gm and not refuses and (plain := out_of_place(gm)) is not None:
+                retry = gm is self.gm and not isinstance(refusal, NoGradient)
+                if retry and (plain := out_of_place(gm)) is not None:
                     gm = plain
                     if self.explanation is not None:
                         del self.explanation.graphs[known:]

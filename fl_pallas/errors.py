@@ -51,6 +51,10 @@ class Unsupported(FlPallasError):
         super().__init__(f"{what}: {why}" + (f" (at {where})" if where else ""))
 
 
+class NoGradient(Unsupported):
+    """A program has no gradient, by eager autograd's rules too: it writes to what its gradient needs."""
+
+
 @contextlib.contextmanager
 def failing(what: str, loudly: bool) -> Iterator[None]:
     """What goes wrong in the compiler itself is a reason to leave `what` to PyTorch, which then says so.

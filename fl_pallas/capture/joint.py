@@ -17,7 +17,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
-from ..errors import Unsupported
+from ..errors import NoGradient, Unsupported
 from ..schedule.build import substitute
 from ..schedule.expr import Expr, load, loads
 from ..schedule.passes.blow_ups import given_or_returned
@@ -240,7 +240,8 @@ def differentiable(
             return compiler(_opened(gm), inputs), passes
         except (RuntimeError, ValueError, IndexError) as error:
             # PyTorch itself refuses only once a gradient is asked for, or in other words.
-            raise Unsupported("the graph", f"its gradient cannot be traced: {error}") from error
+            kind = NoGradient if "modified by an inplace operation" in str(error) else Unsupported
+            raise kind("the graph", f"its gradient cannot be traced: {error}") from error
 
 
 def are_parameters(inputs: Sequence[Any]) -> list[bool]:

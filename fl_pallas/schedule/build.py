@@ -70,6 +70,11 @@ def op(name: str, *args: Expr, dtype: str) -> Expr:
     return raw_op(name, args, dtype) if out is None else out
 
 
+def difference(a: Expr, b: Expr) -> integer.Linear:
+    """`a` - `b` of integers as a linear form, with what divisions leave joined."""
+    return integer.linear(op("sub", a, b, dtype="i64"))
+
+
 def _mul(args: tuple[Expr, ...], dtype: str) -> Expr | None:
     a, b = args
     if isinstance(a, Const) and not isinstance(b, Const):

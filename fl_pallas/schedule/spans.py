@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .build import FALSE, TRUE, cast, negate, op, select
+from .build import FALSE, TRUE, cast, difference, negate, op, select
 from .dtype import is_float, is_int
 from .expr import Const, Expr, Op, const
 from .integer import bounds, from_linear, linear
@@ -70,7 +70,7 @@ class _Spans:
 
     def _sides(self, e: Op) -> tuple[str, Expr, Expr]:
         """The comparison with all that depends on one part of the tile on its left, with a positive sign."""
-        terms, c = linear(op("sub", *e.args, dtype="i64"))
+        terms, c = difference(*e.args)
         groups = [self.group(t) for t in terms]
         # Neither side is subtracted from the other: ids may be as large as an integer can be.
         lead = next((g for g in groups if g), None)
@@ -201,7 +201,7 @@ def _ordered(name: str, left: Span, right: Span) -> Span:
 
 def _is_wide(s: Span) -> bool:
     """Whether a span is known to hold several integers."""
-    terms, width = linear(op("sub", s[1], s[0], dtype="i64")) if is_int(s[0].dtype) else ({}, 0)
+    terms, width = difference(s[1], s[0]) if is_int(s[0].dtype) else ({}, 0)
     return not terms and width > 0
 
 

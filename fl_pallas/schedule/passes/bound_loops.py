@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from ..build import FALSE, TRUE, negate, op, select, substitute
+from ..build import FALSE, TRUE, difference, negate, op, select, substitute
 from ..expr import Axis, Const, Expr, Index, Op, Reduce, const, free_axes, ref, walk
 from ..integer import Linear, bounds, linear
 from ..interior import constants
@@ -83,7 +83,7 @@ def solve(condition: Expr, axis: Axis, tiled: frozenset[Axis]) -> Range:
             left[1], right[1], "max" if outward else "min", outward
         )
     if condition.name == "not":
-        inner = _without_not(condition)
+        inner = without_not(condition)
         return (None, None) if inner is None else solve(inner, axis, tiled)
     if axis not in free_axes(condition):
         return _all_or_nothing(condition, axis, tiled)
@@ -97,7 +97,7 @@ def _all_or_nothing(condition: Op, axis: Axis, tiled: frozenset[Axis]) -> Range:
     if not _is_comparison(condition):
         return None, None
     possible: Expr = TRUE
-    for form in _RELATIONS[condition.name](linear(op("sub", condition.args[0], condition.args[1], dtype="i64"))):
+    for form in _RELATIONS[condition.name](difference(*condition.args)):
         most = _extreme(_negated(form), tiled)
         if most is None:
             return None, None
@@ -123,7 +123,7 @@ def solve_certain(condition: Expr, axis: Axis, tiled: frozenset[Axis]) -> Range 
             return left
         return _join(left[0], right[0], "max", False), _join(left[1], right[1], "min", False)
     if condition.name == "not":
-        inner = _without_not(condition)
+        inner = without_not(condition)
         return None if inner is None else solve_certain(inner, axis, tiled)
     if _is_comparison(condition) and condition.name not in ("eq", "ne"):
         found = _solve_comparison(condition, axis, tiled, certain=True)
@@ -135,7 +135,7 @@ def _is_comparison(e: Op) -> bool:
     return e.name in _RELATIONS and all(a.dtype in ("i64", "i32") for a in e.args)
 
 
-def _without_not(e: Op) -> Expr | None:
+def without_not(e: Op) -> Expr | None:
     """A negation carried inwards; None if that leads nowhere."""
     inner = e.args[0]
     if isinstance(inner, Op) and inner.name in ("and", "or"):
@@ -166,10 +166,9 @@ def _negated(f: Linear) -> Linear:
 
 
 def _solve_comparison(e: Op, axis: Axis, tiled: frozenset[Axis], certain: bool) -> Range:
-    difference = linear(op("sub", e.args[0], e.args[1], dtype="i64"))
     lower: Expr | None = None
     upper: Expr | None = None
-    for form in _RELATIONS[e.name](difference):
+    for form in _RELATIONS[e.name](difference(*e.args)):
         low, high = _solve_form(form, axis, tiled, certain)
         lower, upper = _join(lower, low, "max", False), _join(upper, high, "min", False)
     return lower, upper

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..build import negate, op, select, substitute, with_children
+from ..build import difference, negate, op, select, substitute, with_children
 from ..dtype import is_int
 from ..expr import Axis, Const, Expr, Op, Reduce, children, const, free_axes, walk
 from ..integer import Linear, floordiv, from_linear, least, linear, linear_bounds, mod
@@ -139,7 +139,7 @@ def _undivided(e: Expr) -> Expr:
     """a // n >= b as a >= b · n."""
     if not isinstance(e, Op) or e.name not in ("lt", "le", "gt", "ge") or not is_int(e.args[0].dtype):
         return e
-    terms, c = linear(op("sub", *e.args, dtype="i64"))
+    terms, c = difference(*e.args)
     quotients = [t for t in terms if isinstance(t, Op) and t.name == "floordiv" and isinstance(t.args[1], Const)]
     if len(quotients) != 1 or terms[quotients[0]] != 1 or len(terms) < 2:
         return e
@@ -165,7 +165,7 @@ def told(condition: Expr) -> Facts:
     if condition.name not in ("lt", "le", "gt", "ge") or not all(is_int(a.dtype) for a in condition.args):
         return ()
     a, b = condition.args if condition.name in ("lt", "le") else condition.args[::-1]
-    terms, c = linear(op("sub", a, b, dtype="i64"))
+    terms, c = difference(a, b)
     return ((terms, c + (condition.name in ("lt", "gt"))),) if terms else ()
 
 

@@ -10,12 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import reduce as folded
 
-from ..build import FALSE, TRUE, negate, op, rewrite
+from ..build import FALSE, TRUE, difference, negate, op, rewrite
 from ..dtype import is_int
 from ..expr import Axis, Const, Expr, Op, Reduce, const, free_axes, reductions
-from ..integer import linear
 from ..program import Program, Value, reads_of
-from .bound_loops import solve, solve_certain
+from .bound_loops import solve, solve_certain, without_not
 from .resolve_views import inlined
 
 
@@ -55,13 +54,7 @@ def _any(condition: Expr, axis: Axis) -> Expr | None:
 
 def _cases(condition: Expr) -> Iterator[Expr]:
     """Conditions of which one holds where `condition` does."""
-    match condition:
-        case Op(name="or", args=(a, b)):
-            yield from (*_cases(a), *_cases(b))
-        case Op(name="not", args=(Op(name="and", args=(a, b)),)):
-            yield from (*_cases(negate(a)), *_cases(negate(b)))
-        case _:
-            yield condition
+    return map(negate, _conjuncts(negate(condition)))
 
 
 def _conjuncts(condition: Expr) -> Iterator[Expr]:
@@ -69,8 +62,8 @@ def _conjuncts(condition: Expr) -> Iterator[Expr]:
     match condition:
         case Op(name="and", args=(a, b)):
             yield from (*_conjuncts(a), *_conjuncts(b))
-        case Op(name="not", args=(Op(name="or", args=(a, b)),)):
-            yield from (*_conjuncts(negate(a)), *_conjuncts(negate(b)))
+        case Op(name="not") if (inner := without_not(condition)) is not None:
+            yield from _conjuncts(inner)
         case Op(name="eq", args=(a, b)) if is_int(a.dtype) and is_int(b.dtype):
             yield from (op(name, a, b, dtype="bool") for name in ("le", "ge"))
         case _:
@@ -97,7 +90,7 @@ def _of_all(condition: Expr, axis: Axis) -> Expr | None:
 def _is_same(a: Expr | None, b: Expr | None) -> bool:
     if a is None or b is None:
         return a is b
-    return linear(op("sub", a, b, dtype="i64")) == ({}, 0)
+    return difference(a, b) == ({}, 0)
 
 
 def flat(name: str, e: Expr) -> Iterator[Expr]:

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce as folded
 
-from ..build import TRUE, cast, negate, op, rewrite, select, substitute
+from ..build import TRUE, cast, difference, negate, op, rewrite, select, substitute
 from ..dtype import is_float
 from ..expr import Axis, Const, Expr, Op, Reduce, const, free_axes
 from ..inner import factors
-from ..integer import linear
 from .bound_loops import solve
 from .closed_forms import flat
 from .fuse import Fused
@@ -58,5 +57,5 @@ def _places(test: Expr, axis: Axis) -> Iterator[Expr]:
     lower, upper = solve(test, axis, frozenset())
     for first in flat("max", lower) if lower is not None else ():
         for end in flat("min", upper) if upper is not None else ():
-            if linear(op("sub", end, first, dtype="i64")) == ({}, 1):
+            if difference(end, first) == ({}, 1):
                 yield first

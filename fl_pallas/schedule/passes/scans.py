@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..build import op, reduce, select, substitute
+from ..build import difference, op, reduce, select, substitute
 from ..expr import Axis, Const, Expr, Load, Op, Reduce, const, free_axes, index, load, loads, reductions
 from ..inner import factors
 from ..integer import linear
@@ -130,7 +130,7 @@ def _side(e: Expr, k: Axis, j: Axis) -> tuple[bool, bool] | None:
     test, numbers = e.args[0], tuple(n.value for n in e.args[1:] if isinstance(n, Const))
     if not isinstance(test, Op) or test.name not in ("lt", "le", "gt", "ge") or {*numbers} != {0, 1}:
         return None
-    terms, c = linear(op("sub", *test.args, dtype="i64"))
+    terms, c = difference(*test.args)
     sign = terms.get(index(k), 0)
     if abs(sign) != 1 or terms != {index(k): sign, index(j): -sign}:
         return None
