@@ -1,200 +1,30 @@
 """Every variant of the corpus with heads of 64 features, against torch.compile and eager PyTorch: finds what is slow.
 
 Run: PYTHONPATH=. python benchmarks/corpus.py       (writes benchmarks/results/corpus.json; --help tells more)
-
-Cases are compiled by many processes at once. While one is timed, or tunes a kernel, the others stand still.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import ctypes
-import json
-import math
-import multiprocessing as mp
-import os
-import signal
-import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import fl_pallas as fl
-from benchmarks.measure import kernel_ms, settle
-from fl_pallas.bridge import launch
-from fl_pallas.bridge.tuning import fastest
-from tests.oracle import leaves
-from tests.programs import BY_NAME, FUSED, Case
+from benchmarks.sweep import main
+from tests.programs import BY_NAME, FUSED
 from tests.wide import wide_inputs
 
 RESULTS = Path(__file__).parent / "results" / "corpus.json"
-# Seconds that a case may take, all its compilations and runs; and that one form of it is timed.
-PATIENCE, TIMED = 240, 0.05
-PASSES = ("forward", "both")
-
-_lock: Any
-_pids: Any
 
 
-def _begin(lock: Any, pids: Any, count: Any) -> None:
-    """What each process does first."""
-    global _lock, _pids
-    _lock, _pids = lock, pids
-    with count.get_lock():
-        pids[count.value] = os.getpid()
-        count.value += 1
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    launch.fastest = _fastest_alone
-
-
-def _fastest_alone(launches: Sequence[Any]) -> int:
-    with _alone():
-        return fastest(launches)
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Within, the other processes stand still, and what they gave the GPU to do is done."""
-    with _lock:
-        others = [pid for pid in _pids if pid and pid != os.getpid()]
-        for pid in others:
-            os.kill(pid, signal.SIGSTOP)
-        try:
-            if torch.cuda.is_available():
-                settle(torch.device("cuda"))
-            yield
-        finally:
-            for pid in others:
-                os.kill(pid, signal.SIGCONT)
-
-
-def _late(*_: object) -> None:
-    raise TimeoutError(f"more than {PATIENCE} s")
-
-
-def measured(job: tuple[str, int, str, Sequence[str]]) -> dict[str, Any]:
-    """A case's milliseconds, in each pass and by each of ours, torch.compile and eager; or why there are none.
-
-    Args:
-      job: name of the case, length, device, passes.
-    """
-    name, seq, place, passes = job
-    case, device = BY_NAME[name], torch.device(place)
-    row: dict[str, Any] = {"variant": name}
-    signal.signal(signal.SIGALRM, _late)
-    signal.alarm(PATIENCE)
-    try:
-        inputs = wide_inputs(case, seq, torch.bfloat16, device) or case.make_inputs(seq, torch.bfloat16, device)
-        row["shapes"] = [list(t.shape) for t in inputs]
-        for which in passes:
-            row[which] = _by_each(case, inputs, device, which == "both")
-    except Exception as error:  # every case is reported, whatever happens to it
-        row["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
-    finally:
-        signal.alarm(0)
-    return row
-
-
-def _by_each(case: Case, inputs: tuple[Tensor, ...], device: torch.device, training: bool) -> dict[str, Any]:
-    target = case.target(torch.bfloat16, device)
-    if isinstance(target, nn.Module):
-        target.requires_grad_(training)
-    found: dict[str, Any] = {}
-    forms = {"ours": lambda: fl.compile(target, dynamic=False), "torch.compile": lambda: torch.compile(target)}
-    for form, made in (*forms.items(), ("eager", lambda: target)):
-        torch.compiler.reset()
-        try:
-            call = _step(made(), target, inputs) if training else _call(made(), inputs)
-            start = time.perf_counter()
-            call()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            found[f"{form}, first call in s"] = time.perf_counter() - start
-            with _alone():
-                found[form] = kernel_ms(call, device, TIMED)
-        except TimeoutError:
-            raise
-        except Exception as error:
-            found[f"{form} failed"] = f"{type(error).__name__}: {str(error)[:150]}"
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return found
-
-
-def _call(fn: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
-    @torch.no_grad()
-    def call() -> Any:
-        return fn(*inputs)
-
-    return call
-
-
-def _step(fn: Callable[..., Any], target: Any, inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
-    """Forward and backward, for gradients of all that is a float."""
-    given = [t.detach().requires_grad_(t.is_floating_point()) for t in inputs]
-    asked = [t for t in given if t.requires_grad]
-    asked += target.parameters() if isinstance(target, nn.Module) else []
-    with torch.no_grad():
-        tangents = {name: torch.randn_like(t) for name, t in leaves(target(*inputs)).items() if t.is_floating_point()}
-
-    def call() -> Any:
-        outs = {name: t for name, t in leaves(fn(*given)).items() if t.requires_grad}
-        return torch.autograd.grad([*outs.values()], asked, [tangents[name] for name in outs], allow_unused=True)
-
-    return call
-
-
-def summary(rows: list[dict[str, Any]]) -> str:
-    """What is slowest against torch.compile, and the geometric mean, of each pass."""
-    lines = []
-    for which in PASSES:
-        times = {r["variant"]: r[which] for r in rows if r.get(which, {}).keys() >= {"ours", "torch.compile"}}
-        ratios = sorted((t["torch.compile"] / t["ours"], name) for name, t in times.items())
-        mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / max(1, len(ratios)))
-        lines.append(f"{which}: {len(ratios)} cases, torch.compile / ours {mean:.2f} (geometric mean)")
-        lines += [
-            f"  {ratio:5.2f} {name:28s} {times[name]['ours']:8.4f} ms for {times[name]['torch.compile']:8.4f}"
-            for ratio, name in ratios
-            if ratio < 1
-        ]
-    return "\n".join(lines + [f"{r['variant']}: {r['failed']}" for r in rows if "failed" in r])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help="names; all by default")
-    parser.add_argument("--seq", type=int, default=2048, help="length of keys")
-    parser.add_argument("--passes", nargs="*", choices=PASSES, default=PASSES)
-    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 1))
-    parser.add_argument("--budget", type=float, default=math.inf, help="seconds; what is measured by then is written")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    names = given.cases or [case.name for case in FUSED]
-    context = mp.get_context("spawn")
-    count = context.Value(ctypes.c_int, 0)
-    shared = context.Lock(), context.Array(ctypes.c_int, given.processes), count
-    end, rows = time.monotonic() + given.budget, []
-    with context.Pool(given.processes, _begin, shared) as pool:
-        coming = pool.imap_unordered(measured, [(name, given.seq, device, given.passes) for name in names])
-        with contextlib.suppress(mp.TimeoutError):
-            while len(rows) < len(names):
-                left = None if given.budget == math.inf else max(0.1, end - time.monotonic())
-                rows.append(coming.next(timeout=left))
-        with shared[0]:  # nobody stands still
-            pool.terminate()
-    machine = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    made = {"machine": machine, "torch": torch.__version__, "seq": given.seq, "rows": rows}
-    given.out.parent.mkdir(exist_ok=True, parents=True)
-    given.out.write_text(json.dumps(made, indent=1))
-    print(summary(rows))
+def make(name: str, seq: int, device: torch.device) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
+    """A case in bfloat16, and its inputs, widened where it takes any."""
+    case = BY_NAME[name]
+    inputs = wide_inputs(case, seq, torch.bfloat16, device) or case.make_inputs(seq, torch.bfloat16, device)
+    return case.target(torch.bfloat16, device), inputs
 
 
 if __name__ == "__main__":
-    main()
+    main(make, [case.name for case in FUSED], RESULTS, __doc__)

@@ -18,8 +18,10 @@ from benchmarks import plots  # noqa: E402
 from benchmarks.bars import Bar, Cells, bars, entry, on_one_gpu  # noqa: E402
 from benchmarks.cells import GROUPS  # noqa: E402
 from benchmarks.rivals import RIVALS  # noqa: E402
+from benchmarks.sweep import PASSES  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "performance.json"
+LAYERS = ROOT / "benchmarks" / "results" / "layers.json"
 DOCS = ROOT / "docs"
 # Written by hand: of bars that are missed, what limits them and what was tried; and what was found on the way.
 MISSED = ROOT / "benchmarks" / "missed.toml"
@@ -96,6 +98,8 @@ def text(data: dict[str, Any], figures: Sequence[str] = ()) -> str:
         cells = {name: cell for name, cell in alike.items() if name.split("/")[0] == group}
         if cells:
             parts += [f"## {TITLES[group]}", *_group(group, cells, data["runs"])]
+    if LAYERS.exists():
+        parts += ["## Layers of other people's packages", *_layers(json.loads(LAYERS.read_text()))]
     problems = list(_problems(data["cells"]))
     if problems:
         parts += ["## What did not run", "\n".join(table(("cell", "who", "why"), problems))]
@@ -225,6 +229,45 @@ def _clocked(cells: Cells, name: str, rivals: list[str]) -> Iterator[str]:
     ours = _clock(cells, name, "ours")
     for r in rivals:
         yield number(ours) if r == "ours" else _against(_clock(cells, name, r), ours)
+
+
+def _layers(data: dict[str, Any]) -> Iterator[str]:
+    """What layers.py measured: each pass of each layer, the slowest beside torch.compile first."""
+    measured = [r for r in data["rows"] if all("ours" in r.get(which, {}) for which in PASSES)]
+    keys = ("machine", "torch", "jax", "triton", "commit")
+    yield (
+        f"By `python benchmarks/layers.py`: two sequences of {data['seq']} tokens, 16 heads of 64 features, bfloat16, "
+        "with projections, norms and the gradients of weights; in brackets others' time over ours, and behind errors "
+        "(of the result, and of the gradient that is furthest off for its bound) eager's. "
+        f"{', '.join(f'{k} {data[k]}' for k in keys)}."
+    )
+    for which in PASSES:
+        found = [r[which]["torch.compile"] / r[which]["ours"] for r in measured if "torch.compile" in r[which]]
+        mean = math.exp(sum(map(math.log, found)) / len(found)) if found else math.nan
+        yield f"torch.compile over ours, {which}, geometric mean of {len(found)} layers: {number(mean)}."
+    rows = []
+    for r in sorted(measured, key=lambda r: r["both"].get("torch.compile", math.inf) / r["both"]["ours"]):
+        cells = [r["variant"]]
+        for which in PASSES:
+            ours = r[which]["ours"]
+            cells += [number(ours), *(_against(r[which].get(f, math.nan), ours) for f in ("torch.compile", "eager"))]
+        cells += [
+            f"{r[which]['error']:.1e} ({r[which]['error of eager']:.1e})" if "error" in r[which] else ""
+            for which in PASSES
+        ]
+        rows.append(cells)
+    head = [f"{which}, {who}" for which in PASSES for who in ("ms", "torch.compile", "eager")]
+    yield "\n".join(table(("layer", *head, *(f"error, {which}" for which in PASSES)), rows))
+    failed = [(r["variant"], str(r.get("failed", ""))) for r in data["rows"] if "failed" in r]
+    failed += [
+        (f"{r['variant']}, {which}", f"{key}: {text}")
+        for r in data["rows"]
+        for which in PASSES
+        for key, text in r.get(which, {}).items()
+        if key.endswith(" failed")
+    ]
+    if failed:
+        yield "\n".join(table(("layer", "what did not run"), failed))
 
 
 def _against(theirs: float, ours: float) -> str:

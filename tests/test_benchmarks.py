@@ -9,12 +9,13 @@ import os
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks import bars, bench, cells, corpus, report, variants
+from benchmarks import bars, bench, cells, corpus, report, sweep, variants
 from benchmarks.measure import Reference
 from benchmarks.problem import Problem
 from benchmarks.run import Bench
@@ -117,7 +118,7 @@ def test_the_corpus_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
         try:
             pids = multiprocessing.Array("i", [0, other.pid])
-            corpus._begin(multiprocessing.Lock(), pids, multiprocessing.Value("i", 0))
+            sweep._begin(multiprocessing.Lock(), pids, multiprocessing.Value("i", 0))
             real = torch.compile
             monkeypatch.setattr(torch, "compile", lambda fn, **given: real(fn, **given) if given else fn)
             timed = []
@@ -127,13 +128,14 @@ def test_the_corpus_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
                 timed.append(found == other.pid and os.WIFSTOPPED(status))
                 return 1.0
 
-            monkeypatch.setattr(corpus, "kernel_ms", state)
-            rows = [corpus.measured((name, 48, "cpu", corpus.PASSES)) for name in ("vanilla", "in_place")]
+            monkeypatch.setattr(sweep, "kernel_ms", state)
+            rows = [sweep.measured((corpus.make, name, 48, "cpu", sweep.PASSES)) for name in ("vanilla", "in_place")]
             assert timed == [True] * 9  # in_place has no gradient, in PyTorch either
         finally:
             other.kill()
-    assert "2 cases, torch.compile / ours 1.00" in corpus.summary(rows)
-    assert "both: 1 cases" in corpus.summary(rows)
+    assert not any(r["forward"]["outside of the bar"] for r in rows) and "ours failed" not in str(rows[0])
+    assert "2 cases, torch.compile / ours 1.00" in sweep.summary(rows)
+    assert "both: 1 cases" in sweep.summary(rows)
 
 
 def test_bars() -> None:
@@ -167,9 +169,24 @@ def test_bars_of_nothing() -> None:
     assert {b.verdict for b in bars.bars({})} == {"not measured"}
 
 
-def test_report(tmp_path: Path) -> None:
+def measured_layers() -> dict[str, Any]:
+    """Results of layers.py: one that is half as fast as torch.compile, and one twice."""
+
+    def row(name: str, theirs: float) -> dict[str, Any]:
+        times = {"ours": 2.0, "torch.compile": theirs, "eager": 4.0, "error": 1e-3, "error of eager": 2e-3}
+        return {"variant": name, "forward": times, "both": times}
+
+    versions = {"torch": "2", "jax": "1", "triton": "3", "commit": "abc"}
+    rows = [row("fast", 4.0), row("slow", 1.0), {"variant": "absent", "failed": "no such package"}]
+    return {"machine": "none such", **versions, "seq": 64, "rows": rows}
+
+
+def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "figures.json"
     source.write_text(json.dumps(synthetic()))
+    layers = tmp_path / "layers.json"
+    layers.write_text(json.dumps(measured_layers()))
+    monkeypatch.setattr(report, "LAYERS", layers)
     report.main([str(source), "--docs", str(tmp_path)])
     page = (tmp_path / "performance.md").read_text()
     assert "| flex/causal/D64/S4096 | B4 H32 S4096 D64 | 1 | 400 | 1 | 50 % | 2 (2.00×) |" in page
@@ -177,6 +194,12 @@ def test_report(tmp_path: Path) -> None:
     assert "| flex/full/D128/S512 | FlexAttention | failed: it broke |" in page
     missed = page.partition("## Bars that are missed")[2].partition("\n## ")[0]
     assert missed.count("\n| ") == 2 + sum(b.is_missed for b in bars.bars(synthetic()))
+    assert (
+        "| slow | 2 | 1 (0.50×) | 4 (2.00×) | 2 | 1 (0.50×) | 4 (2.00×) | 1.0e-03 (2.0e-03) | 1.0e-03 (2.0e-03) |"
+        in page
+    )
+    assert page.index("| slow |") < page.index("| fast |") and "| absent | no such package |" in page
+    assert "both, geometric mean of 2 layers: 1." in page
     assert "too \\| large" in page and "nan" not in page
     for line in page.splitlines():
         if line.startswith("!["):
