@@ -28,11 +28,12 @@ from .errors import NoGradient, Unsupported, failing
 from .explain import Explanation, Fallback, Graph, Stage
 from .fallback import NoRoad, enabled, moved, nbytes, refused, report, unfit
 from .realise import copied, device_of, functional, has_inductor, large, realised, scheduled
+from .schedule.computed_again import computed_again
 from .schedule.passes.blow_ups import given_or_returned
 from .schedule.passes.hand_on import handed_on
 from .schedule.passes.keep import inner, keep
 from .schedule.passes.vanish import vanishing
-from .schedule.pipeline import Schedule, computed_again
+from .schedule.pipeline import Schedule
 from .schedule.program import Value
 
 # How often both passes of a graph are planned.
@@ -316,7 +317,7 @@ class _Specialised:
         if self.end is not None and not found and name != "backward" and (v := handed_on(made.program)) is not None:
             why = f"TorchDynamo ends the graph before what reads it ({self.end})"
             found.append(Fallback(v.op, why, v.where, nbytes(v), fused=bool(made.regions)))
-        self._tell(Graph(made, tuple(found), tuple(history), tuple(sorted(left.items())), name))
+        self._tell(Graph(made, tuple(dict.fromkeys(found)), tuple(history), tuple(sorted(left.items())), name))
         return run or otherwise.forward, made
 
     def _tell(self, graph: Graph) -> None:

@@ -124,7 +124,8 @@ def _again(spliced: torch.fx.GraphModule, made: Schedule) -> list[Fallback]:
     """What PyTorch computes although a kernel has it inside, where it is larger than all that is given and returned."""
     names = {n.name for n in spliced.graph.nodes}
     limit = given_or_returned(made.program)
-    largest = max((v for v in large(made) if v.name in names and v.numel > limit), key=lambda v: v.numel, default=None)
+    computed = (v for v in large(made) if v.name in names and not v.is_view)
+    largest = max((v for v in computed if v.numel > limit), key=lambda v: v.numel, default=None)
     if largest is None:
         return []
     why = "PyTorch computes it again, beside the kernels"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..errors import Unsupported
-from .dtype import is_float, itemsize
+from .dtype import itemsize
 from .expr import Axis, Expr, sources
 from .passes.again import grow_again
 from .passes.align import align, beside
@@ -57,7 +57,7 @@ from .passes.unfused import slower
 from .passes.weigh import cheapest, covering
 from .passes.write_out import write_out
 from .plan import Choices, KernelPlan, Loop, Store, stored_in
-from .program import Program, Value, compute_of
+from .program import Program, compute_of, left_to_pytorch
 from .target import HOPPER, Target
 from .text import fused_text, growth_text, plan_text, program_text
 from .verify import verify_operands, verify_plan, verify_program, verify_stores
@@ -83,21 +83,6 @@ class Schedule:
     rejected: tuple[Rejected, ...]
 
 
-def computed_again(forward: Schedule, backward: Schedule) -> list[Value]:
-    """The values that stay inside of the kernels of the forward pass, and that PyTorch would compute for the backward
-    pass; and floats that PyTorch computes in the forward pass, where kernels were expected to, and that the backward
-    pass computes as they would.
-
-    In 16 bits PyTorch rounds it, and the kernels do not: it would not fit the row statistics that are kept.
-    """
-    inside = frozenset[str]().union(*(region.large for region in forward.regions))
-    by_kernels = {m for region in forward.regions for m in region.members}
-    by_pytorch = {v.name for v in forward.program.values if is_float(v.dtype) and v.name not in by_kernels}
-    fused = {m for region in backward.regions for m in region.members}
-    made = (v for v in backward.program.values if v.expr is not None and not v.is_view)
-    return [v for v in made if (v.name in inside and v.name not in fused) or v.name in by_pytorch]
-
-
 def schedule(
     program: Program, target: Target = HOPPER, record: Record = lambda stage, text: None, verify: bool = False
 ) -> Schedule:
@@ -109,12 +94,16 @@ def schedule(
         verify_program(program)
     record("program", partial(program_text, program))
     try:
-        return _scheduled(*grow_scanned(program), target, record, verify)
+        made = _scheduled(*grow_scanned(program), target, record, verify)
     except Unsupported:
         if not scans(program):
             raise
         # Whatever a scan stood in the way of: it is PyTorch's, and what it reads is stored.
-        return _scheduled(*grow_again(program, *grow_rounded(program)), target, record, verify)
+        made = _scheduled(*grow_again(program, *grow_rounded(program)), target, record, verify)
+    if apart := frozenset[str]().union(*(r.apart for r in made.rejected)):
+        why = "kernels would store more on the way to it than PyTorch does"
+        return schedule(left_to_pytorch(program, apart, why), target, record, verify)
+    return made
 
 
 def _scheduled(
@@ -334,7 +323,19 @@ def _stored(program: Program, region: Region, between: list[Output]) -> list[Rej
     why = "a reduction inside of another cannot be taken along with it, and is stored between two kernels"
     if any(n > large.numel for n, _ in sizes):
         larger = "a reduction inside of another cannot be taken along with it, and would be stored in more places"
-        return [Rejected(large, large, larger, large.numel * itemsize(large.dtype))]
+        apart = _made_of_more(between, large.numel) & {*region.outputs}
+        apart = apart if apart < {*region.outputs} else frozenset()
+        return [Rejected(large, large, larger, large.numel * itemsize(large.dtype), apart=apart)]
     return [
         Rejected(large, large, why, n * itemsize(dtype), fused=True) for n, dtype in sizes if n > limit and n >= least
     ]
+
+
+def _made_of_more(outputs: list[Output], limit: int) -> frozenset[str]:
+    """What has more elements than `limit`, and what is computed from that."""
+    found = {o.name for o in outputs if math.prod(a.extent for a in o.axes) > limit}
+    known = 0
+    while known < len(found):
+        known = len(found)
+        found |= {o.name for o in outputs if not found.isdisjoint(sources(o.expr))}
+    return frozenset(found)
