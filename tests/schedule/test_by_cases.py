@@ -69,6 +69,18 @@ def test_a_quotient_is_compared_as_what_it_divides() -> None:
     assert expr_text(found.expr).count("k[") == 1 and "k[i + 1]" in expr_text(found.expr)
 
 
+def test_a_quotient_alone_leaves_a_case_out() -> None:
+    """i * 75 + t is 38 and more, so that the case of i = t = 0, which lies before the first row, is none."""
+    row, at = Axis("i", 19), Axis("t", 75)
+    place = i64("add", i64("mul", index(row), n(75)), index(at))
+    padded = i64("add", place, n(35))
+    before = i64("sub", floordiv(padded, 73, "i64"), n(1))
+    inside = select(is_("lt", mod(padded, 73, "i64"), n(37)), load("k", (before,), "f32"), ZERO)
+    seen = is_("ge", i64("sub", floordiv(place, 19, "i64"), n(2)), n(0))
+    (found,) = by_cases(Fused((Output("o", (row, at), "f32", select(seen, inside, ZERO)),))).outputs
+    assert expr_text(found.expr).count("k[") == 1 and "k[i]" in expr_text(found.expr)
+
+
 def test_what_is_known_of_operands_goes_by_the_same_cases() -> None:
     """The row sums of a softmax's gradient are those of its result by its gradient, with shifted scores too."""
     case = BY_NAME["transformer_xl"]

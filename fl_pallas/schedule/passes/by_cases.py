@@ -135,13 +135,13 @@ def _holding(e: Expr, condition: Expr, facts: Facts) -> set[Expr]:
     return held
 
 
-def _undivided(e: Expr) -> Expr:
-    """a // n >= b as a >= b · n."""
+def _undivided(e: Expr, fewest: int = 2) -> Expr:
+    """a // n >= b as a >= b · n, of `fewest` terms at least: a // n and, of two, those of b."""
     if not isinstance(e, Op) or e.name not in ("lt", "le", "gt", "ge") or not is_int(e.args[0].dtype):
         return e
     terms, c = difference(*e.args)
     quotients = [t for t in terms if isinstance(t, Op) and t.name == "floordiv" and isinstance(t.args[1], Const)]
-    if len(quotients) != 1 or terms[quotients[0]] != 1 or len(terms) < 2:
+    if len(quotients) != 1 or terms[quotients[0]] != 1 or len(terms) < fewest:
         return e
     (quotient,) = quotients
     n = int(quotient.args[1].value)  # type: ignore[union-attr]
@@ -158,6 +158,7 @@ def _told_in(condition: Expr, holds: bool) -> Facts:
 
 def told(condition: Expr) -> Facts:
     """What is at most 0 where `condition` holds."""
+    condition = _undivided(condition, fewest=1)
     if not isinstance(condition, Op):
         return ()
     if condition.name == "and":
