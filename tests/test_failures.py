@@ -61,3 +61,17 @@ def test_memory_that_runs_out_is_pytorchs_to_tell(inputs: list[Tensor], monkeypa
     monkeypatch.setattr(fl.config, "verify", False)
     with pytest.raises(torch.OutOfMemoryError):
         fl.compile(attention)(*inputs)
+
+
+def test_sizes_that_data_decides(device: torch.device) -> None:
+    """Where TorchDynamo is asked to go on behind them, the graph is PyTorch's."""
+
+    def picked(q: Tensor, seen: Tensor) -> Tensor:
+        k = q[:, seen.nonzero().squeeze(-1)]
+        return (q @ k.mT).softmax(-1) @ k
+
+    q, seen = torch.randn(2, 20, 8, device=device), torch.arange(20, device=device) % 3 > 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        with pytest.warns(fl.FallbackWarning, match="is not static"):
+            out = fl.compile(picked)(q, seen)
+    torch.testing.assert_close(out, picked(q, seen))

@@ -121,7 +121,7 @@ class _Translation:
         for n in node.all_input_nodes:
             if n in self.refusals and n not in self.results:
                 raise Unsupported(str(node.target), self.refusals[n], line_of(node))
-        if isinstance(val, torch.Tensor) and 0 in val.shape:
+        if isinstance(val, torch.Tensor) and any(isinstance(n, int) and n == 0 for n in val.shape):
             raise Unsupported(str(node.target), "empty tensor")
         self._check_devices(node)
         if is_getitem(node):
