@@ -34,6 +34,14 @@ def test_a_factor_moves() -> None:
     assert "exp(rows[j])" in plan_text(second)
 
 
+def test_factors_move_one_after_another() -> None:
+    first, second = store_multiplied([storing(), summing(op("mul", TWICE, const(0.25, "f32"), dtype="f32"))], "rows")
+    assert "store rows[x:64]: f32 = log(a[x]) * 2 * 0.25" in plan_text(first)
+    assert "exp(rows[j])" in plan_text(second)
+    plans = store_multiplied([storing(), summing(TWICE, op("mul", TWICE, const(0.25, "f32"), dtype="f32"))], "rows")
+    assert "exp(rows[j] * 0.25)" in plan_text(plans[1]) and "log(a[x]) * 2\n" in plan_text(plans[0]) + "\n"
+
+
 @pytest.mark.parametrize(
     "terms",
     [(ROW,), (TWICE, THRICE), (TWICE, ROW), (op("add", TWICE, ROW, dtype="f32"),)],

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ..build import op
 from ..dtype import is_float
-from ..expr import Const, Expr, Load, Op, children, walk
+from ..expr import Const, Expr, Load, Op, children, load, walk
 from ..plan import KernelPlan, expressions
 from .rewritten import rewritten
 
@@ -27,8 +27,7 @@ def store_multiplied(plans: Sequence[KernelPlan], tables: str) -> list[KernelPla
         # What is rounded as it is stored would be rounded elsewhere.
         own = [s for s in plan.stores if s.name.startswith(tables) and is_float(s.dtype) and s.dtype == plan.compute]
         for name in (s.name for s in own):
-            factor = _factor(name, made)
-            if factor is not None:
+            while (factor := _factor(name, made)) is not None:
                 made = [_multiplied(p, name, factor) for p in made]
     return made
 
@@ -53,8 +52,16 @@ def _multiplier(n: Expr, name: str) -> Const | None:
 
 
 def _multiplied(plan: KernelPlan, name: str, factor: Const) -> KernelPlan:
-    made = rewritten(plan, lambda n: n if _multiplier(n, name) is None else children(n)[0])
+    # Until all are done, loads without their factor are of another name: of `x * 5 * 2`, x * 5 goes, and not x * 2.
+    done = f"{name} * {factor.value}"
+    made = rewritten(plan, lambda n: n if _multiplier(n, name) is None else _named(children(n)[0], done))
+    made = rewritten(made, lambda n: _named(n, name) if isinstance(n, Load) and n.source == done else n)
     stores = (
         replace(s, expr=op("mul", s.expr, factor, dtype=s.expr.dtype)) if s.name == name else s for s in made.stores
     )
     return replace(made, stores=tuple(stores))
+
+
+def _named(n: Expr, name: str) -> Expr:
+    assert isinstance(n, Load)
+    return load(name, n.index, n.dtype)
