@@ -62,20 +62,10 @@ def keys_of_a_group(q: Tensor, k: Tensor, v: Tensor, pairs: Tensor, weights: Ten
     return scores.masked_fill(~(seen | (i[:, None] == i)), -torch.inf).softmax(-1) @ v
 
 
-def capped_groups(qkv: Tensor) -> Tensor:
-    """A number of a row is multiplied by two constants, one around the other; one went over to where it is stored."""
-    batch, length, _ = qkv.shape
-    q, k, v = (t.view(batch, length, -1, 8).transpose(1, 2) for t in qkv.split((32, 16, 16), -1))
-    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
-    scores = torch.tanh(q @ k.mT * 8**-0.5 / 5) * 5
-    return (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, 32)
-
-
 SHAPES: dict[Callable, Sequence[tuple[int, ...]]] = {
     positions_of_features: ((2, 8, 128, 128), (2, 2, 257, 128), (2, 2, 257, 128), (33, 8)),
     heads_mixed: ((1, 2, 64, 32), (1, 1, 64, 32), (1, 1, 64, 16), (2, 2)),
     keys_of_a_group: ((1, 2, 128, 64), (1, 1, 128, 64), (1, 1, 128, 64), (128, 128, 4), (4, 2), (128,)),
-    capped_groups: ((2, 37, 64),),
     shifted_rows: ((1, 2, 64, 16), (1, 2, 64, 16), (1, 2, 64, 16), (2, 64, 16)),
     two_of_which_one_forgets: ((2, 300, 2, 40), (2, 257, 2, 40), (2, 257, 2, 40), (2, 2, 300), (2, 1, 1)),
 }

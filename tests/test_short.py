@@ -28,6 +28,15 @@ def windowed(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> t
     return p @ v + by_distance @ F.pad(values, (0, 0, n - w - 1, n - w - 1)), p
 
 
+def capped_groups(qkv: Tensor) -> Tensor:
+    """A number of a row is multiplied by two constants, one around the other; one went over to where it is stored."""
+    batch, length, _ = qkv.shape
+    q, k, v = (t.view(batch, length, -1, 8).transpose(1, 2) for t in qkv.split((32, 16, 16), -1))
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    scores = torch.tanh(q @ k.mT * 8**-0.5 / 5) * 5
+    return (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, 32)
+
+
 def table_inputs(n: int) -> tuple[Tensor, ...]:
     return *(torch.randn(2, 2, n, 16) for _ in range(3)), torch.randn(124, 2), torch.randint(0, 124, (n, n))
 
@@ -36,7 +45,15 @@ def windowed_inputs(n: int) -> tuple[Tensor, ...]:
     return *(torch.randn(2, 2, n, 16) for _ in range(3)), torch.randn(9, 16), torch.randn(9, 16)
 
 
-CASES = {"table": (table, table_inputs), "windowed": (windowed, windowed_inputs)}
+def capped_inputs(n: int) -> tuple[Tensor, ...]:
+    return (torch.randn(2, n, 64),)
+
+
+CASES = {
+    "table": (table, table_inputs),
+    "windowed": (windowed, windowed_inputs),
+    "capped_groups": (capped_groups, capped_inputs),
+}
 
 
 @pytest.mark.parametrize("n", [20, 37, 50])
