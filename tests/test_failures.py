@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn
 
 import pytest
@@ -63,15 +64,23 @@ def test_memory_that_runs_out_is_pytorchs_to_tell(inputs: list[Tensor], monkeypa
         fl.compile(attention)(*inputs)
 
 
-def test_sizes_that_data_decides(device: torch.device) -> None:
-    """Where TorchDynamo is asked to go on behind them, the graph is PyTorch's."""
+def picked(q: Tensor, seen: Tensor) -> Tensor:
+    k = q[:, seen.nonzero().squeeze(-1)]
+    return (q @ k.mT).softmax(-1) @ k
 
-    def picked(q: Tensor, seen: Tensor) -> Tensor:
-        k = q[:, seen.nonzero().squeeze(-1)]
-        return (q @ k.mT).softmax(-1) @ k
 
+def gathered(q: Tensor, seen: Tensor) -> Tensor:
+    """Longformer's global tokens: room for as many as there are."""
+    k = q.new_zeros(len(q), seen.sum(), q.shape[-1])
+    k[:, seen.cumsum(0)[seen] - 1] = q[:, seen]
+    return (q @ k.mT).softmax(-1) @ k
+
+
+@pytest.mark.parametrize("fn", [picked, gathered])
+def test_sizes_that_data_decides(fn: Callable[..., Tensor], device: torch.device) -> None:
+    """Where TorchDynamo goes on behind them, the graph is PyTorch's."""
     q, seen = torch.randn(2, 20, 8, device=device), torch.arange(20, device=device) % 3 > 0
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         with pytest.warns(fl.FallbackWarning, match="is not static"):
-            out = fl.compile(picked)(q, seen)
-    torch.testing.assert_close(out, picked(q, seen))
+            out = fl.compile(fn)(q, seen)
+    torch.testing.assert_close(out, fn(q, seen))

@@ -98,6 +98,8 @@ class _Translation:
         if not node.users and node.name not in self.unread:
             return
         val = node.meta.get("val")
+        if isinstance(val, torch.Tensor):
+            _static_shape(val, node)
         what = str(node.args[0].target if is_getitem(node) else node.target)  # type: ignore[union-attr]
         expr: Expr | None = None
         why = ""
@@ -121,7 +123,7 @@ class _Translation:
         for n in node.all_input_nodes:
             if n in self.refusals and n not in self.results:
                 raise Unsupported(str(node.target), self.refusals[n], line_of(node))
-        if isinstance(val, torch.Tensor) and any(isinstance(n, int) and n == 0 for n in val.shape):
+        if isinstance(val, torch.Tensor) and 0 in val.shape:
             raise Unsupported(str(node.target), "empty tensor")
         self._check_devices(node)
         if is_getitem(node):
