@@ -110,9 +110,7 @@ LAYERS: dict[str, Layer] = {
     "x-transformers, encoder, padding, alibi_pos_bias": _x("Encoder", padded=True, alibi_pos_bias=True),
     **{
         f"x-transformers, {name}": _x(**{name: True})
-        for name in (
-            *("alibi_pos_bias", "rel_pos_bias", "dynamic_pos_bias", "rotary_pos_emb", "rotary_xpos", "polar_pos_emb"),
-        )
+        for name in ("alibi_pos_bias", "rel_pos_bias", "rotary_pos_emb", "rotary_xpos", "polar_pos_emb")
     },
     **{
         f"x-transformers, {name}": _x(**{f"attn_{name}": True})
@@ -126,7 +124,9 @@ LAYERS: dict[str, Layer] = {
     "local-attention, causal": _self(
         "local_attention:LocalMHA", window_size=256, causal=True, exact_windowsize=True, use_rotary_pos_emb=False
     ),
-    "local-attention, both sides": _self("local_attention:LocalMHA", window_size=256, qk_rmsnorm=True),
+    "local-attention, both sides": _self(
+        "local_attention:LocalMHA", window_size=256, qk_rmsnorm=True, use_rotary_pos_emb=False
+    ),
     "taylor-series-linear-attention": _self(
         "taylor_series_linear_attention:TaylorSeriesLinearAttn", padded=True, dim_head=16
     ),

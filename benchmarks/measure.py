@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from tests.oracle import reference
 
@@ -43,6 +44,21 @@ def kernel_ms(call: Call, device: torch.device, seconds: float = 0.2) -> float:
     first = _gpu_ms(call, device, 3, flushes)
     count = int(min(50, max(5, seconds * 1e3 / statistics.median(first))))
     return statistics.median(_gpu_ms(call, device, count, flushes))
+
+
+def busy_ms(call: Call, device: torch.device, count: int = 10) -> float:
+    """Mean time of a call's kernels and copies on the GPU, of `count` calls, and of nothing between them: what a host
+    that others use does not change. On a CPU wall time.
+    """
+    if device.type != "cuda":
+        return wall_ms(call, device, 3)
+    call()
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(count):
+            call()
+        torch.cuda.synchronize(device)
+    return sum(e.self_device_time_total for e in profiler.events()) / count / 1e3
 
 
 def settle(device: torch.device, seconds: float = 0.5) -> None:

@@ -237,7 +237,8 @@ def _layers(data: dict[str, Any]) -> Iterator[str]:
     keys = ("machine", "torch", "jax", "triton", "commit")
     yield (
         f"By `python benchmarks/layers.py`: two sequences of {data['seq']} tokens, 16 heads of 64 features, bfloat16, "
-        "with projections, norms and the gradients of weights; in brackets others' time over ours, and behind errors "
+        "with projections, norms and the gradients of weights; kernels' time by the profiler, in brackets others' time "
+        "over ours, and behind errors "
         "(of the result, and of the gradient that is furthest off for its bound) eager's. "
         f"{', '.join(f'{k} {data[k]}' for k in keys)}."
     )

@@ -128,7 +128,7 @@ def test_the_corpus_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
                 timed.append(found == other.pid and os.WIFSTOPPED(status))
                 return 1.0
 
-            monkeypatch.setattr(sweep, "kernel_ms", state)
+            monkeypatch.setattr(sweep, "busy_ms", state)
             rows = [sweep.measured((corpus.make, name, 48, "cpu", sweep.PASSES)) for name in ("vanilla", "in_place")]
             assert timed == [True] * 9  # in_place has no gradient, in PyTorch either
         finally:

