@@ -103,7 +103,30 @@ def _prod(x: torch.Tensor, dim: int | None = None, keepdim: bool = False, **kwar
     return product.unsqueeze(dim) if keepdim else product
 
 
+def _as_strided(
+    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    """`torch.as_strided` by views that say what they read: chunks that overlap are unfolded."""
+    first = 0 if storage_offset is None else storage_offset - x.storage_offset()
+    dims = sorted((d for d, n in enumerate(size) if n != 1), key=lambda d: stride[d])
+    spans = [1]
+    for d in dims:
+        spans.append((size[d] - 1) * stride[d] + spans[-1])
+    inside = 0 <= first and first + spans[-1] <= x.numel()
+    if not (x.is_contiguous() and inside) or any(size[d] == 0 or stride[d] <= 0 for d in dims):
+        return x.as_strided(size, stride, storage_offset)
+    out = x.view(-1).narrow(0, first, spans[-1])
+    for n, d in reversed([*enumerate(dims)]):
+        # The last dimension goes over what the present one, and those within it, span.
+        dense = stride[d] == spans[n]
+        out = out.unflatten(-1, (size[d], spans[n])) if dense else out.unfold(-1, spans[n], stride[d])
+    out = out.squeeze(-1).permute([dims[::-1].index(d) for d in sorted(dims)])
+    return out.reshape(tuple(size))
+
+
 _OPENED = {
+    torch.as_strided: _as_strided,
+    torch.Tensor.as_strided: _as_strided,
     F.scaled_dot_product_attention: _attention,
     torch.Tensor.fill_diagonal_: _fill_diagonal,
     torch.prod: _prod,
