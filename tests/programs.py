@@ -36,3 +36,4 @@ FUSED: tuple[Case, ...] = (
 FALLBACKS: tuple[Case, ...] = fallbacks.CASES
 CORPUS: tuple[Case, ...] = (*FUSED, *FALLBACKS)
 BY_NAME: dict[str, Case] = {case.name: case for case in CORPUS}
+assert len(BY_NAME) == len(CORPUS), "two cases of one name"

@@ -143,7 +143,7 @@ def _pair(inputs: Inputs) -> Inputs:
 
 
 CASES = (
-    Case("taylor", taylor, qkv()),
+    Case("taylor_scores", taylor, qkv()),
     Case("cosformer", cosformer, qkv()),
     Case("slot", slot, qkv(), kernels=2),
     Case("mean_shift", mean_shift, _pair(qkv())),
@@ -156,7 +156,7 @@ CASES = (
     Case("cubic", cubic, qkv()),
     Case("expected_position", expected_position, qkv()),
     Case("scalable_softmax", scalable_softmax, qkv()),
-    Case("contrastive", contrastive, _pair(qkv())),
+    Case("contrastive_rows", contrastive, _pair(qkv())),
     Case("two_hops", two_hops, qkv(), kernels=None),
     Case("there_and_back", there_and_back, qkv(), kernels=None),
     Case("co_attention", co_attention, qkv(), kernels=None),

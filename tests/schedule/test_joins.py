@@ -508,3 +508,27 @@ def test_layers_that_widen_are_no_blow_ups(width: int, heads: int, groups: int, 
         warnings.simplefilter("error", fl.FallbackWarning)
         graphs = fl.explain(Narrow(width, heads, groups, features, last), torch.randn(1, 131, width)).graphs
     assert [len(g.kernels) for g in graphs] == [3, 6]
+
+
+class Hawkes(nn.Module):
+    """A point process: what follows what, by exponentials that decay with time, of two embeddings of each event."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.behind = nn.Embedding(20, 8), nn.Embedding(20, 8)
+
+    def forward(self, events: Tensor, at: Tensor) -> Tensor:
+        rate = self.before(events) @ self.behind(events).mT
+        return torch.exp(-rate * (at[:, :, None] - at[:, None]).abs()).sum(-1)
+
+
+@pytest.mark.filterwarnings("ignore::fl_pallas.FallbackWarning")  # embeddings' gradients, which PyTorch adds up
+def test_rows_that_tokens_pick_are_no_weights(device: torch.device) -> None:
+    """Products of embeddings are of tokens, and fused in both passes."""
+    torch.manual_seed(0)
+    layer = Hawkes().to(device)
+    inputs = torch.randint(0, 20, (2, 50), device=device), torch.rand(2, 50, device=device)
+    forward, backward = explain(layer, *inputs).graphs
+    assert forward.kernels and backward.kernels
+    assert not any("bmm" in name for name, _ in forward.left)
+    check_gradients(layer, fl.compile(layer), inputs)

@@ -9,10 +9,18 @@ from ..program import Program, Value
 
 def has_weight(program: Program, v: Value) -> bool:
     """Whether an operand of the product is a parameter, or a matrix where the other has batch axes; or either changed
-    by what is made of such (normalised, with an update of low rank). A product of weights (learned queries) is none.
+    by what is made of such (normalised, with an update of low rank). A product of weights (learned queries) is none,
+    nor are rows that tokens pick (embeddings).
     """
-    rank = rank_of(program, v)
-    return any(is_weight(program, s, rank) for s in _operands_of(program, v))
+    rank, picked = rank_of(program, v), _picked(v)
+    return any(is_weight(program, s, rank) for s in _operands_of(program, v) if s.name not in picked)
+
+
+def _picked(v: Value) -> set[str]:
+    """What a product multiplies at places that data decides."""
+    assert v.expr is not None
+    multiplied = (n for r in reductions(v.expr) for n in loads(r.body))
+    return {n.source for n in multiplied if any(loads(i) for i in n.index)}
 
 
 def _operands_of(program: Program, v: Value) -> list[Value]:
