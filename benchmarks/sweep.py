@@ -208,18 +208,20 @@ def main(make: Make, names: Sequence[str], out: Path, description: str | None) -
     context = mp.get_context("spawn")
     count = context.Value(ctypes.c_int, 0)
     shared = context.Lock(), context.Array(ctypes.c_int, given.processes), count
-    end, rows = time.monotonic() + given.budget, []
-    with context.Pool(given.processes, _begin, shared) as pool:
-        coming = pool.imap_unordered(measured, [(make, name, given.seq, device, given.passes) for name in names])
-        with contextlib.suppress(mp.TimeoutError):
-            while len(rows) < len(names):
-                left = None if given.budget == math.inf else max(0.1, end - time.monotonic())
-                rows.append(coming.next(timeout=left))
-        with shared[0]:  # nobody stands still
-            pool.terminate()
     machine = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     versions = {"torch": torch.__version__, "jax": jax.__version__, "triton": triton.__version__}
-    made = {"machine": machine, **versions, "commit": given.commit, "seq": given.seq, "rows": rows}
+    made = {"machine": machine, **versions, "commit": given.commit, "seq": given.seq}
     given.out.parent.mkdir(exist_ok=True, parents=True)
-    given.out.write_text(json.dumps(made, indent=1) + "\n")
-    print(summary(rows))
+    end, rows = time.monotonic() + given.budget, []
+    pool = context.Pool(given.processes, _begin, shared)
+    coming = pool.imap_unordered(measured, [(make, name, given.seq, device, given.passes) for name in names])
+    with contextlib.suppress(mp.TimeoutError):
+        while len(rows) < len(names):
+            left = None if given.budget == math.inf else max(0.1, end - time.monotonic())
+            rows.append(coming.next(timeout=left))
+            given.out.write_text(json.dumps({**made, "rows": rows}, indent=1) + "\n")
+    print(summary(rows), flush=True)
+    # Those that stand still hear of no other end, and a pool that is told to end would wait for them.
+    for pid in filter(None, shared[1]):
+        os.kill(pid, signal.SIGKILL)
+    os._exit(0)
