@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -70,9 +72,10 @@ def test_what_would_store_more_than_pytorch_stays_there(monkeypatch: pytest.Monk
     monkeypatch.setattr(pipeline, "unflatten", lambda fused: fused)
     monkeypatch.setattr(cut, "is_larger_than", lambda r, read, times=1: False)
     with unrun():
-        (both,) = fl.explain(case.target(torch.float32, "cpu"), *inputs).graphs
-    assert not both.kernels
-    assert any("would be stored in more places" in f.why for f in both.fallbacks)
+        graphs = fl.explain(case.target(torch.float32, "cpu"), *inputs).graphs
+    stored = [math.prod(s.shape) for graph in graphs for plan in graph.kernels for s in plan.stores]
+    assert max(stored) <= 2 * 2 * 48 * 48
+    assert any("kernels would store more on the way to it" in f.why for graph in graphs for f in graph.fallbacks)
 
 
 HEADS, QUERIES, WIDE = 3, 100, Axis("r5", 5)
