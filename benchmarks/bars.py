@@ -10,6 +10,7 @@ from typing import Any
 
 from .cells import Sizes
 from .cells import cells as cells_of
+from .ratios import geometric_mean
 from .variants import MASKED
 
 Cells = dict[str, Any]
@@ -244,7 +245,7 @@ def _worst(against: str, what: str, limit: float, figures: Figures, most: bool =
 
 def _mean(against: str, what: str, limit: float, figures: Figures, strict: bool = False) -> Bar:
     known = [f for _, f in figures if not math.isnan(f)]
-    mean = math.exp(sum(map(math.log, known)) / len(known)) if known else math.nan
+    mean = geometric_mean(known)
     return Bar(against, what, limit, mean, f"{len(known)} cells", len(figures) - len(known), strict=strict)
 
 

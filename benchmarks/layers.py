@@ -86,12 +86,8 @@ def _points(seq: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
     residues, width = max(8, seq // 8), 128
     layer = _made("invariant_point_attention:InvariantPointAttention", dim=width, heads=8, pairwise_repr_dim=width)
     turns = torch.linalg.qr(torch.randn(1, residues, 3, 3))[0]
-    given = (torch.randn(1, residues, width), torch.randn(1, residues, residues, width), turns, _moved(residues))
-    return Named(layer, "rotations", "translations"), given
-
-
-def _moved(residues: int) -> Tensor:
-    return torch.randn(1, residues, 3)
+    tokens, pairs = torch.randn(1, residues, width), torch.randn(1, residues, residues, width)
+    return Named(layer, "rotations", "translations"), (tokens, pairs, turns, torch.randn(1, residues, 3))
 
 
 LAYERS: dict[str, Layer] = {

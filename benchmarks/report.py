@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import plots  # noqa: E402
 from benchmarks.bars import Bar, Cells, bars, entry, on_one_gpu  # noqa: E402
 from benchmarks.cells import GROUPS  # noqa: E402
+from benchmarks.ratios import PASSES, geometric_mean, over_ours  # noqa: E402
 from benchmarks.rivals import RIVALS  # noqa: E402
-from benchmarks.sweep import PASSES  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "performance.json"
 LAYERS = ROOT / "benchmarks" / "results" / "layers.json"
@@ -234,18 +234,17 @@ def _clocked(cells: Cells, name: str, rivals: list[str]) -> Iterator[str]:
 def _layers(data: dict[str, Any]) -> Iterator[str]:
     """What layers.py measured: each pass of each layer, the slowest beside torch.compile first."""
     measured = [r for r in data["rows"] if all("ours" in r.get(which, {}) for which in PASSES)]
-    keys = ("machine", "torch", "jax", "triton", "commit")
+    keys = ("gpu", "torch", "jax", "triton", "commit")
     yield (
         f"By `python benchmarks/layers.py`: two sequences of {data['seq']} tokens, 16 heads of 64 features, bfloat16, "
         "with projections, norms and the gradients of weights; kernels' time by the profiler, in brackets others' time "
-        "over ours, and behind errors "
-        "(of the result, and of the gradient that is furthest off for its bound) eager's. "
+        "over ours, and behind errors (of the result, and of the gradient that is furthest off for its bound) eager's. "
         f"{', '.join(f'{k} {data[k]}' for k in keys)}."
     )
     for which in PASSES:
-        found = [r[which]["torch.compile"] / r[which]["ours"] for r in measured if "torch.compile" in r[which]]
-        mean = math.exp(sum(map(math.log, found)) / len(found)) if found else math.nan
-        yield f"torch.compile over ours, {which}, geometric mean of {len(found)} layers: {number(mean)}."
+        found = over_ours(measured, which).values()
+        mean = number(geometric_mean(found))
+        yield f"torch.compile over ours, {which}, geometric mean of {len(found)} layers: {mean}."
     rows = []
     for r in sorted(measured, key=lambda r: r["both"].get("torch.compile", math.inf) / r["both"]["ours"]):
         cells = [r["variant"]]

@@ -19,21 +19,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import torch
 import torch._inductor.config
-import triton
 from torch import Tensor, nn
 
 import fl_pallas as fl
+from benchmarks.machine import machine
 from benchmarks.measure import busy_ms, settle
+from benchmarks.ratios import PASSES, geometric_mean, over_ours
 from fl_pallas.bridge import launch
 from fl_pallas.bridge.tuning import fastest
 from tests.oracle import errors, gradient_errors, leaves
 
 # Seconds that a program may take, all its compilations and runs.
 PATIENCE = 300
-PASSES = ("forward", "both")
 
 # Name, length, device → what is compiled, and its inputs.
 Make = Callable[[str, int, torch.device], tuple[Callable[..., Any], tuple[Tensor, ...]]]
@@ -175,9 +174,9 @@ def summary(rows: list[dict[str, Any]]) -> str:
     """What is slowest against torch.compile, and the geometric mean, of each pass; what is wrong, and what failed."""
     lines = []
     for which in PASSES:
-        times = {r["variant"]: r[which] for r in rows if r.get(which, {}).keys() >= {"ours", "torch.compile"}}
-        ratios = sorted((t["torch.compile"] / t["ours"], name) for name, t in times.items())
-        mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / max(1, len(ratios)))
+        times = {r["variant"]: r.get(which, {}) for r in rows}
+        ratios = sorted((ratio, name) for name, ratio in over_ours(rows, which).items())
+        mean = geometric_mean([ratio for ratio, _ in ratios] or [1.0])
         lines.append(f"{which}: {len(ratios)} cases, torch.compile / ours {mean:.2f} (geometric mean)")
         lines += [
             f"  {ratio:5.2f} {name:28s} {times[name]['ours']:8.4f} ms for {times[name]['torch.compile']:8.4f}"
@@ -200,7 +199,7 @@ def main(make: Make, names: Sequence[str], out: Path, description: str | None) -
     parser.add_argument("--passes", nargs="*", choices=PASSES, default=PASSES)
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 1))
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds; what is measured by then is written")
-    parser.add_argument("--commit", help="of what is measured, where there is no git")
+    parser.add_argument("--commit", default="", help="for a copy of the code without git")
     parser.add_argument("--out", type=Path, default=out)
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -208,9 +207,7 @@ def main(make: Make, names: Sequence[str], out: Path, description: str | None) -
     context = mp.get_context("spawn")
     count = context.Value(ctypes.c_int, 0)
     shared = context.Lock(), context.Array(ctypes.c_int, given.processes), count
-    machine = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    versions = {"torch": torch.__version__, "jax": jax.__version__, "triton": triton.__version__}
-    made = {"machine": machine, **versions, "commit": given.commit, "seq": given.seq}
+    made = {**machine(torch.device(device), given.commit), "seq": given.seq}
     given.out.parent.mkdir(exist_ok=True, parents=True)
     end, rows = time.monotonic() + given.budget, []
     pool = context.Pool(given.processes, _begin, shared)

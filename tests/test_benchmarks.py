@@ -178,7 +178,7 @@ def measured_layers() -> dict[str, Any]:
 
     versions = {"torch": "2", "jax": "1", "triton": "3", "commit": "abc"}
     rows = [row("fast", 4.0), row("slow", 1.0), {"variant": "absent", "failed": "no such package"}]
-    return {"machine": "none such", **versions, "seq": 64, "rows": rows}
+    return {"gpu": "none such", **versions, "seq": 64, "rows": rows}
 
 
 def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-_OPERATORS = {
+_OPERATORS: dict[Any, Any] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
     operator.imul: operator.mul,
@@ -38,15 +38,15 @@ def out_of_place(gm: GraphModule) -> GraphModule | None:
     for n in [*made.graph.nodes]:
         if not _writes(n) or not _is_alone(n, place):
             continue
-        written = n.args[0]
+        written: Any = n.args[0]
         with made.graph.inserting_before(n):
             if n.op == "call_method":
                 new = made.graph.call_method(str(n.target)[:-1], n.args, n.kwargs)
             else:
-                new = made.graph.call_function(_OPERATORS[n.target], n.args, n.kwargs)  # type: ignore[index]
+                new = made.graph.call_function(_OPERATORS[n.target], n.args, n.kwargs)
         new.meta, place[new] = n.meta, place[n]
         n.replace_all_uses_with(new)
-        written.replace_all_uses_with(new, delete_user_cb=lambda u, at=place[n]: place[u] > at)  # type: ignore[union-attr]
+        written.replace_all_uses_with(new, delete_user_cb=lambda u, at=place[n]: place[u] > at)
         made.graph.erase_node(n)
         changed = True
     if not changed:

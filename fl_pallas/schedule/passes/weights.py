@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..dtype import is_float
-from ..expr import divides, loads, reductions
+from ..expr import Expr, Load, divides, loads, reductions
 from ..program import Program, Value
 
 
@@ -19,8 +19,7 @@ def has_weight(program: Program, v: Value) -> bool:
 def _picked(v: Value) -> set[str]:
     """What a product multiplies at places that data decides."""
     assert v.expr is not None
-    multiplied = (n for r in reductions(v.expr) for n in loads(r.body))
-    return {n.source for n in multiplied if any(loads(i) for i in n.index)}
+    return {n.source for n in _multiplied(v.expr) if any(loads(i) for i in n.index)}
 
 
 def _operands_of(program: Program, v: Value) -> list[Value]:
@@ -31,8 +30,12 @@ def _operands_of(program: Program, v: Value) -> list[Value]:
 def operand_names(v: Value) -> list[str]:
     """What is multiplied, or all that is read where no product is."""
     assert v.expr is not None
-    multiplied = {n.source for r in reductions(v.expr) for n in loads(r.body)}
+    multiplied = {n.source for n in _multiplied(v.expr)}
     return [r for r in v.reads if r in (multiplied or v.reads)]
+
+
+def _multiplied(e: Expr) -> list[Load]:
+    return [n for r in reductions(e) for n in loads(r.body)]
 
 
 def rank_of(program: Program, v: Value) -> int:
