@@ -26,6 +26,7 @@ from .compiler import compiled as compiled_here
 from .listing import listing, told
 from .lower import Lowered
 from .machine_code import is_miscompiled, loses_constant, loses_operand, shared_operands, steady_operands
+from .pipelined import overtakes
 from .processes import Ended, answer
 
 WARP = 32
@@ -190,13 +191,15 @@ def compiled(lowered: Lowered, capability: int) -> Cubin:
 
 
 def check(cubin: Cubin, name: str) -> None:
-    """Looks for what ptxas is known to get wrong.
+    """Looks for what Triton's pipeliner and ptxas are known to get wrong.
 
     Args:
       name: of the kernel.
 
     Raises: Unsupported for code that would compute something else.
     """
+    if overtakes(cubin.asm["ttgir"]):
+        raise Unsupported(name, f"Triton would have a loop overtake its products for sm_{cubin.capability}")
     ptx = cubin.asm["ptx"]
     suspect = "s16x2" in ptx or "wgmma" in ptx and _version(ptx) < SOUND
     steady, shared = steady_operands(ptx), shared_operands(ptx)

@@ -15,6 +15,7 @@ from ..schedule.plan import Choices, KernelPlan, above_along
 from ..schedule.target import Target, target_of
 from .cubin import SOUND, WARP, Cubin, check, compile_ttir, compiled, is_serial, newest_ptx, simplified
 from .lower import Lowered
+from .pipelined import copied, overtakes
 from .reproducers import off_the_terminal
 
 # Bytes of spilled registers that a thread may have; a few, outside of the loop, do no harm. Some more are not taken
@@ -170,8 +171,7 @@ def _fitted(
 
     Raises: Unsupported if it does not compile or takes too much shared memory.
     """
-    lowered = simplified(lower(choices), capability) if in_place else lower(choices)
-    cubin = compiled(lowered, capability)
+    lowered, cubin = _ordered(simplified(lower(choices), capability) if in_place else lower(choices), capability)
     target = target_of(capability)
     if cubin.shared > target.shared_bytes:
         have = f"sm_{capability} has {target.shared_bytes}"
@@ -181,6 +181,18 @@ def _fitted(
     # Loops about guesses take the longest to compile: not again for a program more that may not pay.
     tighter = _tighter(fitted, target, ENOUGH if choices.guesses else enough)
     return (checked,) if tighter is None else (checked, _checkers().submit(_checked, tighter, name))
+
+
+def _ordered(lowered: Lowered, capability: int) -> tuple[Lowered, Cubin]:
+    """A kernel, compiled so that no copy overtakes a product that still reads what it would replace.
+
+    Raises: Unsupported.
+    """
+    cubin = compiled(lowered, capability)
+    if overtakes(cubin.asm["ttgir"]):
+        lowered = replace(lowered, ttir=copied(lowered.ttir))
+        cubin = compiled(lowered, capability)
+    return lowered, cubin
 
 
 def _checked(made: Fitted, name: str) -> Fitted:
@@ -225,7 +237,7 @@ def _forms(lowered: Lowered, capability: int, count: int, loops: int) -> tuple[b
     """
     if capability >= ASYNCHRONOUS and lowered.ttir.count("scf.for") > loops:
         with contextlib.suppress(Unsupported):
-            if is_serial(compile_ttir(simplified(lowered, capability), capability)):
+            if is_serial(_ordered(simplified(lowered, capability), capability)[1]):
                 return (False,)
     return (True, False) if count > 1 and "tt.dot" in lowered.ttir else (True,)
 
