@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -63,7 +64,41 @@ def of_halves(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([s[..., :half], s[..., half:] * 0.5], -1).cumsum(-1).mul(0.1).softmax(-1) @ v
 
 
+def decayed_by_what_is_left(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """AKT's distances (Ghosh et al., 2020): the root of what later keys weigh, by how far they are."""
+    i = torch.arange(q.shape[-2], device=q.device)
+    s, seen, apart = q @ k.mT * 0.3, i[:, None] > i, (i[:, None] - i).abs()
+    with torch.no_grad():
+        weights = s.masked_fill(~seen, -1e32).softmax(-1) * seen
+        left = weights.sum(-1, keepdim=True) - weights.cumsum(-1)
+        decay = -(left * apart).clamp(min=0).sqrt()
+    return (s * decay.exp().clamp(1e-5, 1e5)).masked_fill(~seen, -1e32).softmax(-1)[..., 1:, :] @ v
+
+
+def what_is_left_and_the_own(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    x = (q @ k.mT * 0.3).sigmoid()
+    return ((x + x.sum(-1, keepdim=True) - x.cumsum(-1)).sqrt() * -0.2).softmax(-1) @ v
+
+
+def what_came_before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What the sums from the end leave of the first row's total."""
+    x = (q @ k.mT * 0.3).sigmoid()
+    from_the_end = x.flip(-1).cumsum(-1).flip(-1)
+    return ((from_the_end[..., :1] - from_the_end) * -0.2).softmax(-1) @ v
+
+
+def left_of_rows_that_see_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Their weights are NaN, and so is what is left, behind the last key too."""
+    i = torch.arange(q.shape[-2], device=q.device)
+    weights = (q @ k.mT * 0.3).masked_fill(i[:, None] <= i, -torch.inf).softmax(-1)
+    return (weights.sum(-1, keepdim=True) - weights.cumsum(-1)) @ v
+
+
 PROGRAMS = (
+    decayed_by_what_is_left,
+    what_is_left_and_the_own,
+    what_came_before,
+    left_of_rows_that_see_nothing,
     of_what_few_keys_have,
     of_halves,
     from_the_own_place,
@@ -82,6 +117,24 @@ def test_in_places(program: Callable[..., Tensor], length: int, device: torch.de
     inputs = tuple(torch.randn(2, 2, length, 16, generator=made).to(device) for _ in range(3))
     run_and_check(program, fl.compile(program, dynamic=False), inputs)
     check_gradients(program, fl.compile(program, dynamic=False), inputs)
+
+
+@pytest.mark.parametrize(
+    ("program", "sums"),
+    [
+        (decayed_by_what_is_left, "later"),
+        (what_is_left_and_the_own, "running_back"),
+        (what_came_before, "earlier"),
+        (left_of_rows_that_see_nothing, "later"),
+    ],
+)
+def test_what_is_left_is_summed(program: Callable[..., Tensor], sums: str) -> None:
+    """And not what remains of a total, where most cancels."""
+    with unrun():
+        explanation = fl.explain(program, *(torch.randn(2, 2, 150, 16) for _ in range(3)))
+    (graph,) = explanation.graphs
+    assert graph.kernels and not graph.fallbacks
+    assert {*re.findall(r"\b(later|earlier|running(?:_back)?)\(", str(explanation))} == {sums}
 
 
 @pytest.mark.parametrize("length", [150, 256])

@@ -66,25 +66,30 @@ class Scan:
       at: the dimension of the value along which it runs.
       back: whether it runs from the other end.
       whole: whether an element is in its own sum.
+      total: what such a sum is to be of all elements, where PyTorch takes another sum off that.
     """
 
     read: Expr
     at: int
     back: bool
     whole: bool = True
+    total: Expr | None = None
 
 
 def scans(program: Program) -> dict[str, Scan]:
-    """Running sums of what is computed from a join: PyTorch's scans, and products with a triangle of ones."""
+    """Running sums of what is computed from a join: PyTorch's scans, products with a triangle of ones, and what such a
+    sum leaves of all."""
     found: dict[str, Scan] = {}
     below: set[str] = set()
     # What is made of positions alone.
     placed: dict[str, Value] = {}
-    for v in resolve_views(program).values:
+    resolved = resolve_views(program)
+    for v in resolved.values:
         if v.expr is not None and not reductions(v.expr) and placed.keys() >= {*v.reads}:
             placed[v.name] = v
         elif join(program, v) is not None or not below.isdisjoint(v.reads):
-            scan = _by_triangle(v, placed) if v.scanned is None else _by_pytorch(program, v)
+            scan = _by_pytorch(program, v) if v.scanned is not None else _by_triangle(v, placed)
+            scan = _left(resolved, v, found) if scan is None else scan
             if scan is not None and not below.isdisjoint(n.source for n in loads(scan.read)):
                 found[v.name] = scan
             below.add(v.name)
@@ -144,6 +149,54 @@ def _side(e: Expr, k: Axis, j: Axis) -> tuple[bool, bool] | None:
     return (above, limit == 0) if limit in (0, 1 if above else -1) else None
 
 
+def _left(program: Program, v: Value, found: Mapping[str, Scan]) -> Scan | None:
+    """`total - running`, or `x + total - running`: the sum of what comes behind, which has no need to cancel; None for
+    anything else."""
+    e = v.expr
+    if not isinstance(e, Op) or e.name != "sub" or not isinstance(e.args[1], Load) or e.args[1].source not in found:
+        return None
+    taken = e.args[1]
+    scan, axes = found[taken.source], program.by_name[taken.source].axes
+    place = taken.index[scan.at]
+    axis = next((a for a in v.axes if place == (_from_the_end(a) if scan.back else index(a))), None)
+    if axis is None or scan.total is not None:
+        return None
+    read = substitute(scan.read, {**dict(zip(axes, taken.index, strict=True)), axes[scan.at]: index(axis)})
+    # The last of the sums is a total too.
+    last = (*taken.index[: scan.at], const(axis.extent - 1, "i64"), *taken.index[scan.at + 1 :])
+    of_all = load(taken.source, last, taken.dtype)
+    terms, whole = [e.args[0]], _computed(program, e.args[0])
+    if isinstance(whole, Op) and whole.name == "add" and scan.whole:
+        terms = [*whole.args]
+    total = next((t for t in terms if t == of_all or _is_sum(program, t, read, axis)), None)
+    others = [t for t in terms if t is not total]
+    if total is None or others and others != [read]:
+        return None
+    if total == of_all:
+        every = Axis("%every", axis.extent)
+        total = reduce("sum", every, substitute(read, {axis: index(every)}), v.dtype)
+    return Scan(read, v.axes.index(axis), not scan.back, bool(others) or not scan.whole, total)
+
+
+def _is_sum(program: Program, e: Expr, read: Expr, axis: Axis) -> bool:
+    """Whether `e` is the sum of `read` over all of an axis: computed here, or, in a backward pass, known to be."""
+    summed = _computed(program, e)
+    known = {f.name: f for f in program.facts}
+    if isinstance(summed, Load) and (fact := known.get(summed.source)):
+        summed, read = (
+            inline_load(summed, fact),
+            inlined(read, {u.name: u for u in program.values if u.expr is not None}),
+        )
+    if not isinstance(summed, Reduce) or summed.kind != "sum" or summed.axis.extent != axis.extent:
+        return False
+    return summed.body == substitute(read, {axis: index(summed.axis)})
+
+
+def _computed(program: Program, e: Expr) -> Expr:
+    """What a value that is loaded is computed by."""
+    return inline_load(e, v) if isinstance(e, Load) and (v := program.by_name[e.source]).expr is not None else e
+
+
 def opened_scans(program: Program, found: Mapping[str, Scan]) -> Program:
     """A Program with what is computed of scans, in three values each."""
     if not found:
@@ -190,9 +243,18 @@ def _opened(v: Value, scan: Scan) -> list[Value]:
             made.append(stored(before, op("later" if back else "earlier", *sums, dtype=held)))
         outside = of_block(before, op("floordiv", place, const(BLOCK, "i64"), dtype="i64"))
     sums = (read, place, outside, const(axis.extent, "i64"))
-    expr = op("running_back" if back else "running", *sums, dtype=v.dtype)
-    if not scan.whole:
-        expr = op("sub", expr, read, dtype=held)
+    kinds = ("later", "running_back") if back else ("earlier", "running")
+    expr = op(kinds[scan.whole], *sums, dtype=v.dtype)
+    if (total := scan.total) is not None:
+        if isinstance(total, Reduce):
+            axes = (*v.axes[:at], Axis(axis.name, 1), *v.axes[at + 1 :])
+            made.append(Value(f"{v.name}_total", axes, v.dtype, total, PART, reads_of(total), where=v.where))
+            total = load(
+                made[-1].name, tuple(const(0, "i64") if k == at else index(a) for k, a in enumerate(axes)), v.dtype
+            )
+        # PyTorch's NaN, where the total is not finite.
+        off = op("add", expr, op("sub", total, total, dtype=v.dtype), dtype=v.dtype)
+        expr = select(op("eq", expr, total, dtype="bool"), expr, off)
     if v.scanned is not None and back:
         made.append(Value(other_way, v.axes, v.dtype, expr, v.op, reads_of(expr), where=v.where))
         expr = substitute(load(other_way, tuple(map(index, v.axes)), v.dtype), {axis: _from_the_end(axis)})
