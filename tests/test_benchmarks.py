@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import multiprocessing
-import os
-import subprocess
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -114,25 +113,24 @@ def synthetic() -> dict:
 
 
 def test_the_corpus_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, beside another that stands still meanwhile."""
-    with subprocess.Popen(["sleep", "60"]) as other:
-        try:
-            pids = multiprocessing.Array("i", [0, other.pid])
-            sweep._begin(multiprocessing.Lock(), pids, multiprocessing.Value("i", 0))
-            real = torch.compile
-            monkeypatch.setattr(torch, "compile", lambda fn, **given: real(fn, **given) if given else fn)
-            timed = []
+    """In this process, which tunes a kernel, on another thread, while it has the lock: others wait for it."""
+    lock = multiprocessing.Lock()
+    monkeypatch.setattr(sweep.launch, "fastest", sweep.fastest)
+    monkeypatch.setattr(sweep, "fastest", lambda launches: len(launches))
+    sweep._begin(lock)
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda fn, **given: real(fn, **given) if given else fn)
+    timed = []
 
-            def state(*_: object) -> float:
-                found, status = os.waitpid(other.pid, os.WUNTRACED)  # until it stands still
-                timed.append(found == other.pid and os.WIFSTOPPED(status))
-                return 1.0
+    def busy(*_: object) -> float:
+        with ThreadPoolExecutor(1) as other:
+            timed.append(other.submit(sweep.launch.fastest, [None] * 5).result(10))
+        return 1.0 if not lock.acquire(block=False) else 0.0
 
-            monkeypatch.setattr(sweep, "busy_ms", state)
-            rows = [sweep.measured((corpus.make, name, 48, "cpu", sweep.PASSES)) for name in ("vanilla", "in_place")]
-            assert timed == [True] * 9  # in_place has no gradient, in PyTorch either
-        finally:
-            other.kill()
+    monkeypatch.setattr(sweep, "busy_ms", busy)
+    rows = [sweep.measured((corpus.make, name, 48, "cpu", sweep.PASSES)) for name in ("vanilla", "in_place")]
+    assert timed == [5] * 9 * sweep.TIMES  # in_place has no gradient, in PyTorch either
+    assert lock.acquire(block=False)
     assert not any(r["forward"]["outside of the bar"] for r in rows) and "ours failed" not in str(rows[0])
     assert "2 cases, torch.compile / ours 1.00" in sweep.summary(rows)
     assert "both: 1 cases" in sweep.summary(rows)
