@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 _VIEW = re.compile(r"\s*(%\w+) = ttg\.memdesc_(\w+) (%\w+)\b.*?: !ttg\.memdesc<(\d+)x")
+_STORE = re.compile(r"\s*(%\w+) = ttg\.local_alloc %|ttg\.local_store %\w+, (%\w+)")
 _COPY = re.compile(r"async_tma_copy_global_to_local %\w+\[[^\]]*\] (%\w+)|async_copy_global_to_local %\w+, (%\w+)")
 _PRODUCT = re.compile(r"= ttng\.warp_group_dot (%\w+), (%\w+),.*isAsync = true")
 _WAIT = re.compile(r"= ttng\.warp_group_dot_wait .*pendings = (\d+)")
@@ -34,7 +35,7 @@ class _Rings:
 
 
 def overtakes(ttgir: str) -> bool:
-    """Whether a loop copies to shared memory what an asynchronous matrix product may still read there.
+    """Whether a loop copies to, or writes, shared memory that an asynchronous matrix product may still read.
 
     A ring of buffers has room for one tile more than there are copies under way, for products that have not ended when
     the next copy begins. Triton 3.6 forgets that tile (`loadRequiresAdditionalBuffer`) where a load has a second use,
@@ -82,6 +83,10 @@ def _overtaken(body: Sequence[str], rings: _Rings) -> bool:
                 # The copy is for so many iterations later.
                 later = rings.ahead[to]
                 if any(to in read and (turn - began + later) % rings.slots.get(to, 1) == 0 for began, read in running):
+                    return True
+            elif m := _STORE.search(line):
+                # Threads write here what they have computed.
+                if any(rings.buffer(m[1] or m[2]) in read for _, read in running):
                     return True
     return False
 

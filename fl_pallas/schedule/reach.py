@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from .build import COMPARISONS, negate
 from .dtype import is_float
-from .expr import Const, Expr, Index, Load, Op, Reduce, Ref, Size
+from .expr import Const, Expr, Index, Load, Op, Reduce, Ref, Size, children, walk
+from .remember import remembered
 
 MOST = sys.float_info.max
 # What is smaller may be 0 where it is computed, in 32 bits; and how far a rounded number may be off.
@@ -51,15 +52,33 @@ def reach(e: Expr, test: Expr, outcome: bool, known: Known) -> Reach:
       test: a bool expression.
       known: what is loaded can be, or an expression whose parts do not show that it is finite; None for not known.
     """
-    return _Reaches({test: outcome, negate(test): not outcome}, known).of(e)
+    return Reaches(e, known).where(test, outcome).of(e)
 
 
-class _Reaches:
-    def __init__(self, outcomes: dict[Expr, bool], known: Known):
-        self.outcomes, self.known = outcomes, known
+class Reaches:
+    """What the parts of an expression can be; found once for all outcomes of tests that they do not ask.
+
+    Args:
+      known: as for `reach`.
+    """
+
+    def __init__(self, whole: Expr, known: Known):
+        self.whole, self.known = whole, known
+        self.outcomes: dict[Expr, bool] = {}
         self.found: dict[Expr, Reach] = {}
+        self.otherwise: Reaches | None = None
+        self.asking: frozenset[Expr] = frozenset()
+
+    def where(self, test: Expr, outcome: bool) -> Reaches:
+        """The same where a test has an outcome."""
+        made = Reaches(self.whole, self.known)
+        made.outcomes = {test: outcome, negate(test): not outcome}
+        made.otherwise, made.asking = self, _asking(self.whole, test)
+        return made
 
     def of(self, e: Expr) -> Reach:
+        if self.otherwise is not None and e not in self.asking:
+            return self.otherwise.of(e)
         if e not in self.found:
             found = self._of(e)
             asks = isinstance(e, Load) or not found.is_finite
@@ -109,6 +128,16 @@ class _Reaches:
         if rule is not None:
             return rule(*args)
         return _unknown(*args)
+
+
+@remembered
+def _asking(e: Expr, test: Expr) -> frozenset[Expr]:
+    """The parts of an expression that a test, or its negation, is a part of."""
+    found = {test, negate(test)}
+    for n in walk(e):
+        if not found.isdisjoint(children(n)):
+            found.add(n)
+    return frozenset(found)
 
 
 def _unknown(*of: Reach) -> Reach:

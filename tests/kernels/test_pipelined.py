@@ -122,6 +122,12 @@ def test_one_tile_more_is_enough() -> None:
     assert not overtakes(early.replace("<1x128x64", "<3x128x64"))
 
 
+def test_threads_write_too() -> None:
+    made = "    %s = ttg.local_alloc %x : (tensor<64x128xbf16>) -> !ttg.memdesc<64x128xbf16, #shared, #smem>"
+    mine = TTGIR.replace("<1x128x64", "<2x128x64").replace("    %5 =", f"{made}\n    %5 =").replace("%a, %4", "%a, %s")
+    assert overtakes(mine) and not overtakes(mine.replace("pendings = 1", "pendings = 0"))
+
+
 TTIR = """
   %1 = tt.load %0 : tensor<64x64x!tt.ptr<bf16>>
   scf.for %i = %c0 to %n step %c1  : i32 {

@@ -14,7 +14,7 @@ from ..build import FALSE, TRUE, negate, op
 from ..dtype import is_float
 from ..expr import Axis, Const, Expr, Load, Op, Reduce, Ref, children, const, free_axes, loads, ref_names, walk
 from ..plan import FLOOR, HIDDEN, LOWEST, Accumulator, Anchor, Loop
-from ..reach import FINITE, MOST, Reach, reach
+from ..reach import FINITE, MOST, Reach, Reaches, reach
 from ..remember import remembered
 from .unseeing import perhaps_unseeing
 
@@ -57,14 +57,14 @@ def about_above(loop: Loop, tiled: frozenset[Axis]) -> Loop:
     seeing = replace(loop, above=tuple((n, least) for n in nodes if n in unseeing))
     if contribution(seeing) is contribution(loop):
         seeing = loop
-    about = seeing
-    for n in nodes if is_hidden else ():
-        # Not what would have to be looked at for each tile of the grid anew.
-        if isinstance(n, Load) and is_float(n.dtype) and n not in unseeing and not free_axes(n) & (tiled - {loop.axis}):
-            more = replace(seeing, above=(*seeing.above, (n, least)))
-            if contribution(more) is not contribution(seeing):
-                about = replace(about, above=(*about.above, (n, least)))
-    return about
+    # Not what would have to be looked at for each tile of the grid anew.
+    given = (n for n in nodes if isinstance(n, Load) and is_float(n.dtype) and n not in unseeing)
+    asked = tuple((n, least) for n in given if is_hidden and not free_axes(n) & (tiled - {loop.axis}))
+    # Most often all of them together tell nothing.
+    if contribution(replace(seeing, above=(*seeing.above, *asked))) is contribution(seeing):
+        return seeing
+    alone = (a for a in asked if contribution(replace(seeing, above=(*seeing.above, a))) is not contribution(seeing))
+    return replace(seeing, above=(*seeing.above, *alone))
 
 
 # What the bounds of a loop may rest on, for a kernel to ask; with the axes of which it takes tiles.
@@ -132,11 +132,12 @@ def _where_masked(
             return Reach(-math.inf, MOST)
         return FINITE if isinstance(e, Ref) and e.name in finite or _is_replaced_maximum(e) else None
 
+    reaches = Reaches(update, whole)
     for test in _selecting(update):
         for outcome in (True, False):
             excluded = negate(test) if outcome else test
             if not _asks(condition, excluded):
-                found = reach(update, test, outcome, whole)
+                found = reaches.where(test, outcome).of(update)
                 if not found.nan and nothing[0] <= found.low and found.high <= nothing[1]:
                     condition = op("and", condition, excluded, dtype="bool")
     return condition
