@@ -78,13 +78,13 @@ def test_nothing_is_left_without_copies(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("fn", VARIANTS)
 def test_the_same_bits_each_time(fn: Callable) -> None:
     inputs = inputs_of(2048, "cuda")
-    found = []
+    made, found = fl.compile(fn), []  # once, for tuning may take another choice the next time
     for _ in range(8):
         again = [x.detach().requires_grad_() for x in inputs]
-        fl.compile(fn)(*again).square().sum().backward()
+        made(*again).square().sum().backward()
         found.append([x.grad for x in again])
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
-    assert all(e.ok for e in gradient_errors(fn, fl.compile(fn), inputs))
+    assert all(e.ok for e in gradient_errors(fn, made, inputs))
 
 
 # A load with one buffer, one copy ahead, and a product that no one waits for before the next copy.
