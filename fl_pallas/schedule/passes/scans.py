@@ -252,7 +252,7 @@ def _opened(v: Value, scan: Scan) -> list[Value]:
             total = load(
                 made[-1].name, tuple(const(0, "i64") if k == at else index(a) for k, a in enumerate(axes)), v.dtype
             )
-        # PyTorch's NaN, where the total is not finite. (A product less itself is the rounding of one of them, on a GPU.)
+        # PyTorch's NaN, where the total is not finite. (Less itself it may be its own rounding, on a GPU.)
         off = op("add", expr, op("mul", total, const(0.0, v.dtype), dtype=v.dtype), dtype=v.dtype)
         expr = select(op("eq", expr, total, dtype="bool"), expr, off)
     if v.scanned is not None and back:
