@@ -94,7 +94,25 @@ def left_of_rows_that_see_nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (weights.sum(-1, keepdim=True) - weights.cumsum(-1)) @ v
 
 
+def root_of_what_came_before(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Nothing comes before the first key, and its sign is 0."""
+    s = q @ k.mT * 0.3
+    i = torch.arange(q.shape[-2], device=q.device)
+    x = (s * ((i[:, None] - i).abs() < 9)).sigmoid()
+    before = x.cumsum(-1) - x
+    return (s - (before.abs() + 1e-2).sqrt()).masked_fill(i[:, None] < i, -1e9).softmax(-1) @ v
+
+
+def what_is_left_times_minus_1(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    i = torch.arange(q.shape[-2], device=q.device)
+    x = (q @ k.mT * 0.3).relu() * (i[:, None] > i)
+    left = -(x.cumsum(-1) - x.sum(-1, keepdim=True))
+    return (left.abs() * -0.2).exp().masked_fill(i[:, None] < i, -torch.inf).softmax(-1) @ v
+
+
 PROGRAMS = (
+    root_of_what_came_before,
+    what_is_left_times_minus_1,
     decayed_by_what_is_left,
     what_is_left_and_the_own,
     what_came_before,
@@ -125,6 +143,8 @@ def test_in_places(program: Callable[..., Tensor], length: int, device: torch.de
         (decayed_by_what_is_left, "later"),
         (what_is_left_and_the_own, "running_back"),
         (what_came_before, "earlier"),
+        (root_of_what_came_before, "earlier"),
+        (what_is_left_times_minus_1, "later"),
         (left_of_rows_that_see_nothing, "later"),
     ],
 )

@@ -13,7 +13,7 @@ kernels go over keys, or queries, in whatever order they like: forward, backward
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..build import difference, op, reduce, select, substitute
 from ..expr import Axis, Const, Expr, Load, Op, Reduce, const, free_axes, index, load, loads, reductions
@@ -24,6 +24,7 @@ from ..scan import BLOCK
 from .again import grow_again
 from .joins import join
 from .region import Growth, Region
+from .remainders import Scan, from_the_end, remainder
 from .resolve_views import inline_load, inlined, resolve_views
 from .rounded import grow_rounded
 
@@ -57,25 +58,6 @@ def _parts(name: str) -> tuple[str, str, str]:
     return f"{name}_blocks", f"{name}_before", f"{name}_back"
 
 
-@dataclass(frozen=True)
-class Scan:
-    """A running sum.
-
-    Attributes:
-      read: an element of what is summed, over the axes of the value.
-      at: the dimension of the value along which it runs.
-      back: whether it runs from the other end.
-      whole: whether an element is in its own sum.
-      total: what such a sum is to be of all elements, where PyTorch takes another sum off that.
-    """
-
-    read: Expr
-    at: int
-    back: bool
-    whole: bool = True
-    total: Expr | None = None
-
-
 def scans(program: Program) -> dict[str, Scan]:
     """Running sums of what is computed from a join: PyTorch's scans, products with a triangle of ones, and what such a
     sum leaves of all."""
@@ -89,7 +71,7 @@ def scans(program: Program) -> dict[str, Scan]:
             placed[v.name] = v
         elif join(program, v) is not None or not below.isdisjoint(v.reads):
             scan = _by_pytorch(program, v) if v.scanned is not None else _by_triangle(v, placed)
-            scan = _left(resolved, v, found) if scan is None else scan
+            scan = remainder(resolved, v, found) if scan is None else scan
             if scan is not None and not below.isdisjoint(n.source for n in loads(scan.read)):
                 found[v.name] = scan
             below.add(v.name)
@@ -105,11 +87,7 @@ def _by_pytorch(program: Program, v: Value) -> Scan:
     assert isinstance(read, Load)
     back = any(linear(i)[0].get(index(v.axes[at]), 0) < 0 for i in read.index)
     # What is turned round before, and after, runs from the other end.
-    return Scan(substitute(read, {v.axes[at]: _from_the_end(v.axes[at])}) if back else read, at, back)
-
-
-def _from_the_end(axis: Axis) -> Expr:
-    return op("sub", const(axis.extent - 1, "i64"), index(axis), dtype="i64")
+    return Scan(substitute(read, {v.axes[at]: from_the_end(v.axes[at])}) if back else read, at, back)
 
 
 def _by_triangle(v: Value, placed: Mapping[str, Value]) -> Scan | None:
@@ -147,54 +125,6 @@ def _side(e: Expr, k: Axis, j: Axis) -> tuple[bool, bool] | None:
     if sign < 0:
         above, limit = not above, -limit
     return (above, limit == 0) if limit in (0, 1 if above else -1) else None
-
-
-def _left(program: Program, v: Value, found: Mapping[str, Scan]) -> Scan | None:
-    """`total - running`, or `x + total - running`: the sum of what comes behind, which has no need to cancel; None for
-    anything else."""
-    e = v.expr
-    if not isinstance(e, Op) or e.name != "sub" or not isinstance(e.args[1], Load) or e.args[1].source not in found:
-        return None
-    taken = e.args[1]
-    scan, axes = found[taken.source], program.by_name[taken.source].axes
-    place = taken.index[scan.at]
-    axis = next((a for a in v.axes if place == (_from_the_end(a) if scan.back else index(a))), None)
-    if axis is None or scan.total is not None:
-        return None
-    read = substitute(scan.read, {**dict(zip(axes, taken.index, strict=True)), axes[scan.at]: index(axis)})
-    # The last of the sums is a total too.
-    last = (*taken.index[: scan.at], const(axis.extent - 1, "i64"), *taken.index[scan.at + 1 :])
-    of_all = load(taken.source, last, taken.dtype)
-    terms, whole = [e.args[0]], _computed(program, e.args[0])
-    if isinstance(whole, Op) and whole.name == "add" and scan.whole:
-        terms = [*whole.args]
-    total = next((t for t in terms if t == of_all or _is_sum(program, t, read, axis)), None)
-    others = [t for t in terms if t is not total]
-    if total is None or others and others != [read]:
-        return None
-    if total == of_all:
-        every = Axis("%every", axis.extent)
-        total = reduce("sum", every, substitute(read, {axis: index(every)}), v.dtype)
-    return Scan(read, v.axes.index(axis), not scan.back, bool(others) or not scan.whole, total)
-
-
-def _is_sum(program: Program, e: Expr, read: Expr, axis: Axis) -> bool:
-    """Whether `e` is the sum of `read` over all of an axis: computed here, or, in a backward pass, known to be."""
-    summed = _computed(program, e)
-    known = {f.name: f for f in program.facts}
-    if isinstance(summed, Load) and (fact := known.get(summed.source)):
-        summed, read = (
-            inline_load(summed, fact),
-            inlined(read, {u.name: u for u in program.values if u.expr is not None}),
-        )
-    if not isinstance(summed, Reduce) or summed.kind != "sum" or summed.axis.extent != axis.extent:
-        return False
-    return summed.body == substitute(read, {axis: index(summed.axis)})
-
-
-def _computed(program: Program, e: Expr) -> Expr:
-    """What a value that is loaded is computed by."""
-    return inline_load(e, v) if isinstance(e, Load) and (v := program.by_name[e.source]).expr is not None else e
 
 
 def opened_scans(program: Program, found: Mapping[str, Scan]) -> Program:
@@ -245,17 +175,17 @@ def _opened(v: Value, scan: Scan) -> list[Value]:
     sums = (read, place, outside, const(axis.extent, "i64"))
     kinds = ("later", "running_back") if back else ("earlier", "running")
     expr = op(kinds[scan.whole], *sums, dtype=v.dtype)
-    if (total := scan.total) is not None:
-        if isinstance(total, Reduce):
+    if (taken := scan.taken) is not None:
+        if isinstance(taken, Reduce):
             axes = (*v.axes[:at], Axis(axis.name, 1), *v.axes[at + 1 :])
-            made.append(Value(f"{v.name}_total", axes, v.dtype, total, PART, reads_of(total), where=v.where))
-            total = load(
-                made[-1].name, tuple(const(0, "i64") if k == at else index(a) for k, a in enumerate(axes)), v.dtype
-            )
-        # PyTorch's NaN, where the total is not finite. (Less itself it may be its own rounding, on a GPU.)
-        off = op("add", expr, op("mul", total, const(0.0, v.dtype), dtype=v.dtype), dtype=v.dtype)
-        expr = select(op("eq", expr, total, dtype="bool"), expr, off)
+            made.append(Value(f"{v.name}_total", axes, v.dtype, taken, PART, reads_of(taken), where=v.where))
+            place = (const(0, "i64") if k == at else index(a) for k, a in enumerate(axes))
+            taken = load(made[-1].name, tuple(place), v.dtype)
+        # PyTorch's NaN, where what it takes off is not finite. (Less itself it may be its own rounding, on a GPU.)
+        off = op("add", expr, op("mul", taken, const(0.0, v.dtype), dtype=v.dtype), dtype=v.dtype)
+        expr = select(op("eq", expr, taken, dtype="bool"), expr, off)
+    expr = op("neg", expr, dtype=v.dtype) if scan.negated else expr
     if v.scanned is not None and back:
         made.append(Value(other_way, v.axes, v.dtype, expr, v.op, reads_of(expr), where=v.where))
-        expr = substitute(load(other_way, tuple(map(index, v.axes)), v.dtype), {axis: _from_the_end(axis)})
+        expr = substitute(load(other_way, tuple(map(index, v.axes)), v.dtype), {axis: from_the_end(axis)})
     return [*made, replace(v, expr=expr, reads=reads_of(expr), scanned=None, why="")]
