@@ -140,12 +140,12 @@ def test_in_places(program: Callable[..., Tensor], length: int, device: torch.de
 @pytest.mark.parametrize(
     ("program", "sums"),
     [
-        (decayed_by_what_is_left, "later"),
+        (decayed_by_what_is_left, "less_back"),
         (what_is_left_and_the_own, "running_back"),
-        (what_came_before, "earlier"),
-        (root_of_what_came_before, "earlier"),
-        (what_is_left_times_minus_1, "later"),
-        (left_of_rows_that_see_nothing, "later"),
+        (what_came_before, "less"),
+        (root_of_what_came_before, "less"),
+        (what_is_left_times_minus_1, "less_back"),
+        (left_of_rows_that_see_nothing, "less_back"),
     ],
 )
 def test_what_is_left_is_summed(program: Callable[..., Tensor], sums: str) -> None:
@@ -154,7 +154,7 @@ def test_what_is_left_is_summed(program: Callable[..., Tensor], sums: str) -> No
         explanation = fl.explain(program, *(torch.randn(2, 2, 150, 16) for _ in range(3)))
     (graph,) = explanation.graphs
     assert graph.kernels and not graph.fallbacks
-    assert {*re.findall(r"\b(later|earlier|running(?:_back)?)\(", str(explanation))} == {sums}
+    assert {*re.findall(r"\b(later|earlier|(?:running|less)(?:_back)?)\(", str(explanation))} == {sums}
 
 
 @pytest.mark.parametrize("length", [150, 256])

@@ -16,7 +16,7 @@ from ..errors import Unsupported
 from ..schedule.build import op, select
 from ..schedule.dtype import itemsize
 from ..schedule.expr import Op, const, free_axes
-from ..schedule.scan import BACK, BLOCK, WHOLE, scanned_axis
+from ..schedule.scan import BACK, BLOCK, LESS, WHOLE, scanned_axis
 from .native import opaque, summed_from_the_end
 from .tile import Context, Tile
 
@@ -32,7 +32,7 @@ def running(ctx: Context, e: Op) -> Tile:
     """What comes before the tile, or after it, and what the tile itself has up to each of its indices."""
     body, place, before, count = e.args
     axis = scanned_axis(e)
-    back, whole = e.name in BACK, e.name in WHOLE
+    back, whole, less = e.name in BACK, e.name in WHOLE, e.name in LESS
     axes = ctx.sorted_axes(free_axes(body) | free_axes(before) | {axis})
     start, side = ctx.start(axis), ctx.side(axis)
     if side < min(BLOCK, axis.extent):
@@ -43,7 +43,12 @@ def running(ctx: Context, e: Op) -> Tile:
     within = ctx.within(axis)
     if within is not None:
         x = jnp.where(ctx.spread(within, axes), x, jnp.zeros_like(x))
-    sums = running_sums(x, at, back, whole, itemsize(e.dtype) == 2, ctx.interpret, ctx.blocks is not None)
+    # Where products do not leave the element out it is taken off as it is wanted for other things, which holds fewer
+    # registers; XLA would compute it anew, with other last bits.
+    off = less and not _by_products(x, at) and not ctx.interpret
+    x = lax.optimization_barrier(x) if ctx.interpret else x
+    narrow = itemsize(e.dtype) == 2
+    sums = running_sums(x, at, back, whole or off, narrow, ctx.interpret, ctx.blocks is not None, less)
     first = jnp.int32(0) if start is None else start
     last = jnp.minimum(first + jnp.int32(side - 1), ctx.extent32(axis) - jnp.int32(1))
     ctx.push({axis: last if back else first}, {axis: 1})
@@ -53,10 +58,20 @@ def running(ctx: Context, e: Op) -> Tile:
         outer = Tile(ctx.spread(outer, others), others)
     finally:
         ctx.pop()
-    return Tile(sums + ctx.spread(outer, axes), axes)
+    sums = sums + ctx.spread(outer, axes)
+    return Tile(sums - ctx.spread(ctx.eval(body), axes) if off else sums, axes)
 
 
-def running_sums(x: Array, along: int, back: bool, whole: bool, narrow: bool, interpret: bool, native: bool) -> Array:
+def _by_products(x: Array, along: int) -> bool:
+    """Whether running sums of a tile along a dimension are products."""
+    rows = x.shape[0] if x.ndim in (2, 3) and along == x.ndim - 1 else 0
+    # (Several blocks of a row lie side by side.)
+    return min(rows, x.shape[-1]) >= LEAST and math.prod(x.shape[1:]) <= MOST and x.dtype == jnp.float32
+
+
+def running_sums(
+    x: Array, along: int, back: bool, whole: bool, narrow: bool, interpret: bool, native: bool, less: bool = False
+) -> Array:
     """Running sums of a tile along a dimension.
 
     Args:
@@ -65,13 +80,12 @@ def running_sums(x: Array, along: int, back: bool, whole: bool, narrow: bool, in
       narrow: whether PyTorch would round the sums to 16 bits.
       interpret: whether XLA runs it on a CPU, where some of its products know no bfloat16.
       native: whether it is in Triton's hands, with what JAX has no name for.
+      less: whether a sum without the element itself is NaN where that is not finite.
     """
+    if not _by_products(x, along):
+        return _scanned(x, along, back, whole, interpret, native, less)
     shape, each = x.shape, x.shape[-1]
-    rows = shape[0] if x.ndim in (2, 3) and along == x.ndim - 1 else 0
-    # Several blocks of a row side by side.
-    width = math.prod(shape[1:])
-    if min(rows, each) < LEAST or width > MOST or x.dtype != jnp.float32:
-        return _scanned(x, along, back, whole, interpret, native)
+    rows, width = shape[0], math.prod(shape[1:])
     x = x.reshape(rows, width)
     row, column = (lax.broadcasted_iota(jnp.int32, (width, width), d) for d in (0, 1))
     first, second = (row, column) if back else (column, row)
@@ -94,7 +108,7 @@ def running_sums(x: Array, along: int, back: bool, whole: bool, narrow: bool, in
 
     def scanned() -> Array:
         tile = opaque(x, interpret).reshape(shape)
-        return _scanned(tile, along, back, whole, interpret, native).reshape(rows, width)
+        return _scanned(tile, along, back, whole, interpret, native, less).reshape(rows, width)
 
     return lax.cond(is_finite, lambda: sums, scanned).reshape(shape)
 
@@ -105,9 +119,13 @@ def _upper(x: Array) -> Array:
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(1 << 16)), jnp.float32)
 
 
-def _scanned(x: Array, along: int, back: bool, whole: bool, interpret: bool, native: bool) -> Array:
+def _scanned(x: Array, along: int, back: bool, whole: bool, interpret: bool, native: bool, less: bool = False) -> Array:
     if not whole:
-        return _of_others(x, lambda y: _scanned(y, along, back, True, interpret, native) - y)
+
+        def others(y: Array) -> Array:
+            return _scanned(y, along, back, True, interpret, native) - y
+
+        return others(x) if less else _of_others(x, others)
     if interpret:
         return lax.cumsum(x, axis=along, reverse=back)
     if not back:

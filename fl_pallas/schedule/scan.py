@@ -1,7 +1,8 @@
 """Running sums on tiles: `running(x, j, before, n)` is `before`, of the block of j, and what that has of x up to j.
 
-`running_back` is the same from the other end; `earlier` and `later` are without x at j itself. Of n elements in all, x
-has none beyond. Tiles are whole blocks, and hold the axis of j in order: j is that axis, or the axis and whole blocks.
+`running_back` is the same from the other end; `earlier` and `later` are without x at j itself, and so are `less` and
+`less_back`, which are NaN where that is not finite, as a difference is. Of n elements in all, x has none beyond. Tiles
+are whole blocks, and hold the axis of j in order: j is that axis, or the axis and whole blocks.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from .integer import linear
 
 # Indices of a block.
 BLOCK = 32
-RUNNING = ("running", "running_back", "earlier", "later")
-# Those from the other end; those that have x at j itself.
-BACK, WHOLE = ("running_back", "later"), ("running", "running_back")
+RUNNING = ("running", "running_back", "earlier", "later", "less", "less_back")
+# Those from the other end; those that have x at j itself; those that are differences.
+BACK, WHOLE, LESS = ("running_back", "later", "less_back"), ("running", "running_back"), ("less", "less_back")
 
 
 def place_of(e: Op) -> tuple[Axis, int] | None:

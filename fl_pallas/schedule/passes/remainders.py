@@ -29,8 +29,7 @@ class Scan:
       back: whether it runs from the other end.
       whole: whether an element is in its own sum.
       negated: whether it is taken times -1.
-      taken: of what PyTorch makes by a difference, what it is NaN by where that is not finite: the total, or the
-        element itself.
+      total: of all that is summed, where PyTorch takes another sum off that.
     """
 
     read: Expr
@@ -38,7 +37,7 @@ class Scan:
     back: bool
     whole: bool = True
     negated: bool = False
-    taken: Expr | None = None
+    total: Expr | None = None
 
 
 def from_the_end(axis: Axis) -> Expr:
@@ -91,7 +90,7 @@ def _remainder(program: Program, v: Value, e: Expr, scan: Scan, sign: int, taken
         if len(elements) + len(totals) + 1 != len(terms) or signs != {-outer}:
             continue
         if len(elements) == 1 and not totals and scan.whole:
-            return Scan(own, at, scan.back, False, outer < 0, own)
+            return Scan(own, at, scan.back, False, outer < 0)
         if len(totals) == 1 and len(elements) <= scan.whole:
             total = totals[0][1]
             if total == of_all:

@@ -173,17 +173,17 @@ def _opened(v: Value, scan: Scan) -> list[Value]:
             made.append(stored(before, op("later" if back else "earlier", *sums, dtype=held)))
         outside = of_block(before, op("floordiv", place, const(BLOCK, "i64"), dtype="i64"))
     sums = (read, place, outside, const(axis.extent, "i64"))
-    kinds = ("later", "running_back") if back else ("earlier", "running")
+    kinds = ("less_back", "running_back") if back else ("less", "running")
     expr = op(kinds[scan.whole], *sums, dtype=v.dtype)
-    if (taken := scan.taken) is not None:
-        if isinstance(taken, Reduce):
+    if (total := scan.total) is not None:
+        if isinstance(total, Reduce):
             axes = (*v.axes[:at], Axis(axis.name, 1), *v.axes[at + 1 :])
-            made.append(Value(f"{v.name}_total", axes, v.dtype, taken, PART, reads_of(taken), where=v.where))
+            made.append(Value(f"{v.name}_total", axes, v.dtype, total, PART, reads_of(total), where=v.where))
             place = (const(0, "i64") if k == at else index(a) for k, a in enumerate(axes))
-            taken = load(made[-1].name, tuple(place), v.dtype)
-        # PyTorch's NaN, where what it takes off is not finite. (Less itself it may be its own rounding, on a GPU.)
-        off = op("add", expr, op("mul", taken, const(0.0, v.dtype), dtype=v.dtype), dtype=v.dtype)
-        expr = select(op("eq", expr, taken, dtype="bool"), expr, off)
+            total = load(made[-1].name, tuple(place), v.dtype)
+        # PyTorch's NaN, where the total is not finite. (Less itself it may be its own rounding, on a GPU.)
+        off = op("add", expr, op("mul", total, const(0.0, v.dtype), dtype=v.dtype), dtype=v.dtype)
+        expr = select(op("eq", expr, total, dtype="bool"), expr, off)
     expr = op("neg", expr, dtype=v.dtype) if scan.negated else expr
     if v.scanned is not None and back:
         made.append(Value(other_way, v.axes, v.dtype, expr, v.op, reads_of(expr), where=v.where))
