@@ -99,6 +99,9 @@ LAYERS: dict[str, Layer] = {
     "x-transformers, all at once": _x(
         attn_qk_norm=True, alibi_pos_bias=True, attn_num_mem_kv=2, attn_gate_values=True, attn_kv_heads=4
     ),
+    "x-transformers, data_dependent_alibi_per_row": _x(
+        attn_data_dependent_alibi=True, attn_data_dependent_alibi_per_row=True
+    ),
     "x-transformers, talking heads": _x(attn_pre_talking_heads=True),
     "x-transformers, encoder, padding": _x("Encoder", padded=True),
     "x-transformers, encoder, padding, window": _x("Encoder", padded=True, attn_max_attend_past=256),
@@ -113,8 +116,7 @@ LAYERS: dict[str, Layer] = {
         for name in (
             *("head_scale", "gate_value_heads", "gate_values", "qk_norm", "qk_rmsnorm", "l2_distance", "sigmoid"),
             *("selective", "cog_signed", "one_kv_head", "add_zero_kv", "head_learned_sink", "data_dependent_alibi"),
-            *("data_dependent_alibi_per_row", "use_rel_proj_pos_bias", "use_cope", "softclamp_logits"),
-            *("orthog_projected_values", "laser", "inverted_attention", "hard"),
+            *("use_rel_proj_pos_bias", "use_cope", "softclamp_logits", "orthog_projected_values", "laser", "hard"),
         )
     },
     "local-attention, causal": _self(
