@@ -110,7 +110,23 @@ def what_is_left_times_minus_1(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (left.abs() * -0.2).exp().masked_fill(i[:, None] < i, -torch.inf).softmax(-1) @ v
 
 
+def of_a_part(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Sums from the end of all keys but the first, less the first of them."""
+    x = (q @ k.mT * 0.3).sigmoid()
+    from_the_end = x.flip(-1).cumsum(-1).flip(-1)[..., 1:]
+    return ((from_the_end[..., :1] - from_the_end) * -0.2).softmax(-1) @ v[..., 1:, :]
+
+
+def of_counts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """How many keys behind this one are like the query."""
+    alike = (q @ k.mT > 0).long()
+    left = alike.sum(-1, keepdim=True) - alike.cumsum(-1)
+    return (q @ k.mT * 0.3 - left * 0.1).softmax(-1) @ v
+
+
 PROGRAMS = (
+    of_a_part,
+    of_counts,
     root_of_what_came_before,
     what_is_left_times_minus_1,
     decayed_by_what_is_left,

@@ -51,7 +51,6 @@ def remainder(program: Program, v: Value, found: Mapping[str, Scan]) -> Scan | N
       program: its views resolved.
       found: its running sums so far, by name.
     """
-
     if not isinstance(v.expr, Op) or v.expr.name not in ("add", "sub"):
         return None
     for sign, e in _terms(program, v.expr, lambda e: isinstance(e, Load) and e.source in found):
@@ -65,8 +64,8 @@ def remainder(program: Program, v: Value, found: Mapping[str, Scan]) -> Scan | N
 def _remainder(program: Program, v: Value, e: Expr, scan: Scan, sign: int, taken: Load) -> Scan | None:
     """`v` as a running sum, if it is a difference of one, `taken` times `sign`, and a total, or the element itself."""
     axes = program.by_name[taken.source].axes
-    place = taken.index[scan.at]
-    axis = next((a for a in v.axes if place == (from_the_end(a) if scan.back else index(a))), None)
+    place, whole = taken.index[scan.at], [a for a in v.axes if a.extent == axes[scan.at].extent]
+    axis = next((a for a in whole if place == (from_the_end(a) if scan.back else index(a))), None)
     if axis is None:
         return None
     at, moved = v.axes.index(axis), {**dict(zip(axes, taken.index, strict=True)), axes[scan.at]: index(axis)}
