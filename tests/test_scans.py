@@ -117,6 +117,13 @@ def of_a_part(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ((from_the_end[..., :1] - from_the_end) * -0.2).softmax(-1) @ v[..., 1:, :]
 
 
+def behind_all_but_the_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    s = q @ k.mT * 0.3
+    x = s.sigmoid()
+    behind = x.flip(-1).cumsum(-1).flip(-1)[..., 1:] - x[..., 1:]
+    return (s[..., 1:] - behind * 0.2).softmax(-1) @ v[..., 1:, :] + behind.mean(-1, keepdim=True)
+
+
 def of_counts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """How many keys behind this one are like the query."""
     alike = (q @ k.mT > 0).long()
@@ -126,6 +133,7 @@ def of_counts(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 PROGRAMS = (
     of_a_part,
+    behind_all_but_the_first,
     of_counts,
     root_of_what_came_before,
     what_is_left_times_minus_1,

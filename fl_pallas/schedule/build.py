@@ -456,7 +456,8 @@ class _Substitution:
                 raise Unsupported("a running sum", "it is looked up along its rows")
         image = mapping.get(before[0], index(before[0]))
         back = op("sub", image, const(shift, "i64"), dtype="i64") if abs(shift) == 1 else image
-        if not _is_of_blocks(e, before[0], back) and not _is_plain(e.args[0], before[0]):
+        # From the end, what is behind the last index that is looked at would be missing in its block.
+        if not _is_of_blocks(e, before[0], back) and (e.name in BACK or not _is_plain(e.args[0], before[0])):
             raise Unsupported("a running sum", "of a part of its indices more would be known than of what it sums up")
         if abs(shift) != 1:
             return there
