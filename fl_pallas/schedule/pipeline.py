@@ -51,6 +51,7 @@ from .passes.split_loop import split_loop
 from .passes.split_sums import split_sums
 from .passes.stream import parallel_axes, stream
 from .passes.strength import by_element, without_divisions
+from .passes.summaries import join_summaries
 from .passes.tabulate import tabulate
 from .passes.unflatten import unflatten
 from .passes.unfused import slower
@@ -251,7 +252,7 @@ def _made(
         return tuple(made)
 
     streamed = partial(_streamed, held={}, compute=compute)
-    plans = plans_of(*on_both_sides(kernels, region.outputs, streamed, plans_of, compute, target))
+    plans = join_summaries(plans_of(*on_both_sides(kernels, region.outputs, streamed, plans_of, compute, target)))
     shapes |= {s.name: s.shape for plan in plans for s in plan.stores}
     return _Made(parts, tuple(lay_out(plans, shapes, region.outputs)), tuple(between), shapes)
 

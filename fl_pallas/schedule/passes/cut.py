@@ -65,7 +65,7 @@ def cut(fused: Fused, name: str) -> tuple[Fused, ...]:
         if not found:
             return (*kernels, fused)
         shape = found[0].axes
-        together = [c for c in found if c.axes == shape]
+        together = [c for c in found if c.axes == shape or _is_of_these_rows(c, found[0])]
         outputs, replaced = [], {}
         for c in together:
             label = f"{name}_t{sum(len(k.outputs) for k in kernels) + len(outputs)}"
@@ -79,13 +79,28 @@ def cut(fused: Fused, name: str) -> tuple[Fused, ...]:
             dtype = compute_dtype([c.node.dtype]) if exact and is_float(c.node.dtype) else c.node.dtype
             power = as_power(fused, c.node) if not small and exact else None
             node, dtype = (power.node, power.dtype) if power else (c.node, dtype)
-            stored, made[label] = load(label, tuple(index(a) for a in shape), dtype), c.node
-            outputs.append(Output(label, (*own.values(),), dtype, substitute(node, {a: index(own[a]) for a in own})))
+            stored, made[label] = load(label, tuple(index(a) for a in c.axes), dtype), c.node
+            axes = tuple(own[a] for a in c.axes)
+            outputs.append(Output(label, axes, dtype, substitute(node, {a: index(own[a]) for a in own})))
             replaced[c.node] = power.loading(stored) if power else {c.node: stored}
         kernels += cut(Fused(tuple(outputs)), f"{name}_c{len(kernels)}")
         loaded = [{n: e for c in together if _loads(o, c) for n, e in replaced[c.node].items()} for o in fused.outputs]
         with_loads = (substitute(o.expr, {}, held) for o, held in zip(fused.outputs, loaded, strict=True))
         fused = Fused(tuple(replace(o, expr=e) for o, e in zip(fused.outputs, with_loads, strict=True)))
+
+
+def _is_of_these_rows(c: _Cut, other: _Cut) -> bool:
+    """Whether `c` is a sum for each row of which `other` has features, of as many indices: a table's normaliser, which
+    is no part of it."""
+    beside = {*other.axes} - {*c.axes}
+    return (
+        isinstance(c.node, Reduce)
+        and isinstance(other.node, Reduce)
+        and c.node.axis.extent == other.node.axis.extent
+        and c.node not in reductions(other.node)
+        and {*c.axes} < {*other.axes}
+        and math.prod(a.extent for a in beside) <= MAX_COVERED
+    )
 
 
 def _loads(o: Output, c: _Cut) -> bool:
@@ -267,11 +282,15 @@ def _ordered(kernels: list[list[Output]]) -> tuple[Fused, ...] | None:
 def _repeated(fused: Fused) -> tuple[_Cut, ...]:
     parallel = frozenset(parallel_axes(fused))
     found: dict[Reduce, set[str] | None] = {}
+    loops = {s for o in fused.outputs for s in streamed(o.expr, tuple(parallel))}
     for o in fused.outputs:
         for r in reductions(o.expr):
             bound = free_axes(r) - parallel
             large = r.axis.extent > 2 * MAX_COVERED or bool(reductions(r.body)) and not _is_short_and_wide(r)
-            again = _around(o.expr, r) - free_axes(r) or _is_summed(o.expr, r) if bound else _is_spread(o, r, parallel)
+            if bound:
+                again = bool(_around(o.expr, r) - free_axes(r)) or _is_summed(o.expr, r)
+            else:
+                again = _is_spread(o, r, parallel) or r in loops and _is_of_no_row(o, r, loops)
             if large and again:
                 # For a matrix alone: outputs that have a loop of their own for the same rows go on with that.
                 wide = None if bound else found.get(r, set())
@@ -360,6 +379,13 @@ def _is_spread(o: Output, r: Reduce, parallel: frozenset[Axis]) -> bool:
     known = frozenset().union(*map(free_axes, loops))
     outer = [free_axes(n) for n in reductions(o.expr) if n not in inside and n not in loops]
     return any(axes & known and (axes & parallel) - known for axes in outer)
+
+
+def _is_of_no_row(o: Output, r: Reduce, loops: set[Reduce]) -> bool:
+    """Whether the loop of `r` would be run for each tile of a long axis of `o` (its rows), although nothing that may be
+    summed in it is another along that (of the one feature that is 1 in all rows)."""
+    known = frozenset[Axis]().union(*(free_axes(s) for s in loops if s.axis.extent == r.axis.extent))
+    return any(a.extent > MAX_COVERED for a in {*o.axes} - known)
 
 
 def _around(e: Expr, r: Reduce) -> frozenset[Axis]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ..build import rewrite
-from ..expr import Expr
-from ..plan import Accumulator, KernelPlan, Loop, Step
+from ..expr import Expr, Load, load
+from ..plan import Accumulator, KernelPlan, Loop, Step, operand_names
 
 
 def rewritten(plan: KernelPlan, rule: Callable[[Expr], Expr]) -> KernelPlan:
@@ -27,3 +27,28 @@ def rewritten(plan: KernelPlan, rule: Callable[[Expr], Expr]) -> KernelPlan:
 
     stores = tuple(replace(s, expr=rewrite(s.expr, rule)) for s in plan.stores)
     return replace(plan, loops=tuple(map(of_loop, plan.loops)), stores=stores)
+
+
+def renamed(plan: KernelPlan, names: Mapping[str, str], kernels: Mapping[str, str]) -> KernelPlan:
+    """A plan that loads tensors under other names, those that bound its loops too, and tells of kernels by others."""
+    notes = plan.notes
+    for old, new in kernels.items():
+        notes = tuple(note.replace(old, new) for note in notes)
+    if names.keys().isdisjoint(operand_names(plan)):
+        return replace(plan, notes=notes)
+
+    def rule(n: Expr) -> Expr:
+        return load(names[n.source], n.index, n.dtype) if isinstance(n, Load) and n.source in names else n
+
+    def of_bound(e: Expr | None) -> Expr | None:
+        return None if e is None else rewrite(e, rule)
+
+    def of_loop(loop: Loop) -> Loop:
+        inner = loop.interior and replace(
+            loop.interior, lower=of_bound(loop.interior.lower), upper=of_bound(loop.interior.upper)
+        )
+        above = tuple((rewrite(e, rule), least) for e, least in loop.above)
+        return replace(loop, lower=of_bound(loop.lower), upper=of_bound(loop.upper), interior=inner, above=above)
+
+    made = rewritten(plan, rule)
+    return replace(made, loops=tuple(map(of_loop, made.loops)), notes=notes)

@@ -55,8 +55,10 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
     # Sums over what a tile has whole are as those of the loop.
     bodies = [e.body if isinstance(e, Reduce) and e.axis in whole else e for e in updates] or [s.expr for s in stores]
     heavy = [n for e in bodies for n in walk(e) if isinstance(n, Reduce) or isinstance(n, Op) and n.name in HEAVY]
-    # What is made of one tensor, element by element, is a side of a product: as a gate that goes to its features.
-    costly = set().union(*map(free_axes, [n for n in heavy if not _is_of_one(n)] or heavy))
+    # What is made of one tensor, element by element, is a side of a product: as a gate that goes to its features. Where
+    # both sides are, the features are those of the smaller one, which is computed again for each tile of the other.
+    apart = [n for n in heavy if not _is_of_one(n)]
+    costly = set().union(*map(free_axes, apart or sorted(heavy, key=_size)[-1:]))
     if not costly:
         costly = set().union(*(free_axes(n) for e in bodies for n in loads(e)[:1]))
     if not loops:
@@ -176,6 +178,11 @@ def _is_table(n: Load) -> bool:
 
 _VIEW = ("add", "sub", "mul", "neg", "floordiv", "mod")
 HEAVY = ("exp", "tanh", "sigmoid", "log", "select")
+
+
+def _size(e: Expr) -> int:
+    """Elements of an expression."""
+    return math.prod(a.extent for a in free_axes(e))
 
 
 def _is_of_one(e: Expr) -> bool:
