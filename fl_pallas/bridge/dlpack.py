@@ -22,6 +22,7 @@ from jax import lax  # noqa: E402
 
 from ..capture.dtypes import short_dtype, torch_dtype  # noqa: E402
 from ..kernels.triton import TensorSpec, pallas_function  # noqa: E402
+from .plain import plain  # noqa: E402
 
 if "JAX_CPU_ENABLE_ASYNC_DISPATCH" not in os.environ:
     # On CPUs a thread of JAX's gives tensors back to PyTorch when a kernel has ended, for which it wants Python's lock:
@@ -69,7 +70,7 @@ def flat_view(t: torch.Tensor) -> tuple[torch.Tensor, TensorSpec]:
     The flat view starts at the last aligned element before `t`. A CPU tensor whose storage is not
     aligned is copied.
     """
-    t = t.detach().resolve_neg()
+    t = plain(t.detach())
     dtype = short_dtype(t.dtype) or ""
     size = t.element_size()
     unit = ALIGNMENT // size

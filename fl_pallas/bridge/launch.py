@@ -29,6 +29,7 @@ from .descriptors import Descriptors
 from .dlpack import float32_products
 from .layout import spec_of
 from .order import Order, alignment, lowered, order
+from .plain import is_plain, plain
 from .tuning import fastest, level
 
 if TYPE_CHECKING:
@@ -284,7 +285,7 @@ class DirectKernel:
 
     def _version(self, small: tuple[Any, ...], operands: Sequence[torch.Tensor]) -> _Version:
         """The version for these operands, made if there is none; remembered as the latest."""
-        layouts = [(t.shape, t.stride(), t.dtype, t.get_device(), t.is_neg()) for t in operands]
+        layouts = [(t.shape, t.stride(), t.dtype, t.get_device(), is_plain(t)) for t in operands]
         key = (*small, *layouts)
         version = self._versions.get(key) or self._prepare(key, operands)
         self._latest = _Latest(small, _alike_check(operands), version)
@@ -311,7 +312,7 @@ class DirectKernel:
                 return found
             device = self._place(operands)
             # PyTorch lets a CPU tensor of no dimensions take part in computations on a GPU.
-            moved = tuple(n for n, t in enumerate(operands) if t.device != device or t.is_neg())
+            moved = tuple(n for n, t in enumerate(operands) if t.device != device or not is_plain(t))
             operands = _moved(operands, moved, device)
             launch = descriptors = None
             if self._programs:
@@ -339,7 +340,7 @@ class DirectKernel:
           operands: on the kernel's device, or on none (PyTorch's "meta") where another kernel will make them.
         """
         device = self._place(operands)
-        if not self._programs or any(t.device.type not in (device.type, "meta") or t.is_neg() for t in operands):
+        if not self._programs or any(t.device.type not in (device.type, "meta") or not is_plain(t) for t in operands):
             return None
         aligned, own, where = self._laid(operands, device.index)
         kernel = self.family.missing(where, own)
@@ -453,7 +454,7 @@ def _readable(t: torch.Tensor, device: torch.device) -> torch.Tensor:
     if t.device.type == "cpu" and not t.dim():
         # A copy would wait for the GPU, and could not be recorded in a CUDA graph.
         return torch.full((), t.item(), dtype=t.dtype, device=device)
-    return t.to(device).resolve_neg()
+    return plain(t.to(device))
 
 
 def _alike_check(operands: Sequence[torch.Tensor]) -> Callable[..., bool]:

@@ -240,10 +240,19 @@ def loads(e: Expr) -> list[Load]:
 
 
 def outer_loads(e: Expr) -> list[Load]:
-    """The loads of `e` that are not inside of a reduction."""
-    if isinstance(e, Load):
-        return [e]
-    return [] if isinstance(e, Reduce) else [n for c in children(e) for n in outer_loads(c)]
+    """Every distinct load of `e` that is not inside of a reduction, nor of another load's index."""
+    found: dict[Load, None] = {}
+    seen, stack = set[Expr](), [e]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, Load):
+            found[node] = None
+        elif not isinstance(node, Reduce):
+            stack += reversed(children(node))
+    return [*found]
 
 
 def divides(node: Load) -> bool:
