@@ -25,8 +25,12 @@ class Together:
         self._expected: dict[object, Calls] = {}
 
     def expect(self, region: object, calls: Calls) -> None:
-        """Tell what a region will do, once others have run."""
+        """Tell what a region will do, once others have run. What will compile its kernels is begun, unless the first of
+        them is kept on disk."""
         self._expected[region] = calls
+        with contextlib.suppress(Unsupported):  # the call will raise it
+            if calls and (order := calls[0][0].ahead(calls[0][1])) is not None:
+                order.begin()
 
     def compile(self, region: object, calls: Calls) -> None:
         """Compile for the first call of a region, and for all that is expected."""

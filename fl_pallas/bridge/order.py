@@ -52,19 +52,24 @@ class Order:
         launcher(*made.arguments)
         return made
 
+    def begin(self) -> None:
+        """Start the processes that will compile it: they take a second, which passes while other work is done."""
+        from ..kernels import processes  # triton is not everywhere
+        from ..kernels.cubin import hashing
+
+        processes.begin(WAYS * self.tune if self.tune > 1 else 1)
+        hashing()
+
     def fitted(self) -> tuple[Fitted, ...]:
         """It compiled under the first of its choices that fit, as many as are timed.
 
         Raises: Unsupported if none does.
         """
-        from ..kernels import processes  # triton is not everywhere
-        from ..kernels.cubin import hashing
-        from ..kernels.fit import fitting
+        from ..kernels.fit import fitting  # triton is not everywhere
         from ..kernels.launcher import starting
 
         # These end while kernels are written down.
-        processes.begin(WAYS * self.tune if self.tune > 1 else 1)
-        hashing()
+        self.begin()
         starting()
         return fitting(self.kernel.plan, self.lowered, self.capability, self.tune)
 
