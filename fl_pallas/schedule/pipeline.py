@@ -35,6 +35,7 @@ from .passes.interchange import interchange
 from .passes.itself import itself
 from .passes.lay_out import lay_out, lay_out_results
 from .passes.look_up import look_up
+from .passes.masked_sides import mask_sides
 from .passes.of_positions import of_positions
 from .passes.pairs import Streamed
 from .passes.part import Kernel, part_outputs, ways_to_part
@@ -274,7 +275,8 @@ def _loaded(part: Fused) -> set[str]:
 def _streamed(part: Fused, held: dict[Expr, Expr], compute: str) -> Streamed:
     """The loops of one part; `held` is what they load in place of an expression."""
     loops, stores, notes = stream(part, compute)
-    return Streamed((parallel_axes(part), by_element(loading(loops, held)), stores), notes, None if held else part)
+    loops = by_element(mask_sides(loading(loops, held)))
+    return Streamed((parallel_axes(part), loops, stores), notes, None if held else part)
 
 
 def _in_place(streamed: Streamed, shapes: Shapes) -> tuple[tuple[Axis, ...], tuple[Loop, ...], tuple[Store, ...]]:

@@ -10,7 +10,7 @@ import fl_pallas as fl
 from fl_pallas.schedule.expr import free_axes
 from fl_pallas.schedule.plan import KernelPlan, bounds_of
 from fl_pallas.schedule.text import plan_text
-from tests.oracle import check_gradients
+from tests.oracle import check, check_gradients
 from tests.unrun import explain
 
 
@@ -61,6 +61,26 @@ def test_one_kernel_summarises_a_mask(plans: list[KernelPlan]) -> None:
     bounded = [p for p in plans if any(e is not None and free_axes(e) for loop in p.loops for e in bounds_of(loop))]
     assert len(bounded) == 2
     assert not any("r0_k3_tiles" in note for p in plans for note in p.notes)
+
+
+def moments(x: Tensor, seen: Tensor) -> Tensor:
+    """Sums of products of any two features of tokens that are seen: x [b,n,d], seen [b,n], out [b,d,d]."""
+    return torch.where(seen[:, :, None, None], x[..., :, None] * x[..., None, :], 0).sum(1)
+
+
+def test_masked_products_are_of_masked_sides() -> None:
+    _, plan, *_ = explain(moments, torch.randn(2, 2048, 64), torch.rand(2, 2048) < 0.9).kernels
+    tiles = [plan.choices.tile(a) for a in plan.grid if a.extent == 64]
+    assert tiles == [64, 64], plan_text(plan)
+
+
+def test_what_is_hidden_counts_for_nothing(device: torch.device) -> None:
+    torch.manual_seed(0)
+    seen = torch.rand(2, 300, device=device) < 0.8
+    x = torch.randn(2, 300, 16, device=device).masked_fill(~seen[..., None], float("nan"))
+    x[:, 0], seen[:, 0] = float("inf"), False
+    compiled = fl.compile(moments, dynamic=False)
+    check(moments, [x, seen], compiled(x, seen))
 
 
 @pytest.mark.parametrize("n", [19, 150])
