@@ -183,30 +183,39 @@ def _is_iterated(program: Program, seed: Seed, given: int) -> bool:
 
 
 def _up_to(program: Program, seed: Seed, other: Seed) -> Seed | None:
-    """The seed with no more than what leads, element by element, to values of `other`; None unless all of it does, and
-    `other` leaves results small that are large by this one's sides.
+    """The seed with no more than what leads, element by element or by sums of its rows, to values of `other`; None
+    unless all of it does, and `other` leaves results small that are large by this one's sides.
 
     So do scores of keys that all heads share, whose rows are queries and heads in one: added to each head's own, they
     make no values of a head and a key large.
     """
     apart = [program.by_name[m] for m in seed.large - other.large]
-    stack, own, met = [seed.value.name], {seed.value.name}, set[str]()
+    stack, own, met, sums = [seed.value.name], {seed.value.name}, set[str](), set[str]()
     while stack:
         for user in program.users[stack.pop()]:
             u = program.by_name[user]
             if user in other.large:
                 met.add(user)
-            elif u.expr is None or reductions(u.expr):
+                continue
+            if u.expr is None or reductions(u.expr) and not _is_own_sum(program, seed, own, u):
                 return None
-            elif user not in own:
+            sums |= {user} if user not in seed.large else set()
+            if user not in own:
                 own.add(user)
                 stack.append(user)
     extra = [v.numel for v in apart if v.name not in own]
     limit = max(v.numel for v in program.values if v.name not in seed.large | other.large)
-    if not extra or max(extra) > limit or own & {root_of(program, n) for n in program.outputs}:
+    if not extra or max(extra) > limit or (own - sums) & {root_of(program, n) for n in program.outputs}:
         return None
     members = {m: v for m, v in seed.members.items() if m in own | met}
-    return replace(seed, members=members, sides={m: seed.sides[m] for m in members}, large={*members})
+    sides = {m: seed.sides[m] for m in members}
+    return replace(seed, members=members, sides=sides, large={*members} - sums)
+
+
+def _is_own_sum(program: Program, seed: Seed, own: set[str], u: Value) -> bool:
+    """Whether `u` reduces one side of the seed, of nothing but its own values (the sum of a row of decays, which they
+    are divided by)."""
+    return u.name in seed.members and u.name not in seed.large and all(root_of(program, r) in own for r in u.reads)
 
 
 def _spares(program: Program, seed: Seed, summed: bool = False) -> bool:
