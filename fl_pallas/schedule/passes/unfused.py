@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..build import substitute
 from ..dtype import is_float, itemsize
-from ..expr import Expr, Op, Reduce, free_axes, loads, walk
-from ..plan import KernelPlan
+from ..expr import Const, Expr, Op, Reduce, const, free_axes, loads, ref, ref_names, walk
+from ..plan import KernelPlan, Loop
 from ..program import Program, Value
 from ..target import Target
 from .region import Region, Rejected
@@ -20,21 +21,55 @@ from .weigh import ISSUED, LAUNCH, MOVED, MULTIPLIED, POWERS, cycles, volume
 # How many times as long kernels may take as PyTorch without any fusion (Inductor takes less, and more memory), and the
 # least cycles that this has to cost (50 us).
 TIMES, COST = 1.5, 90_000
+# Programs that are looked at, of a kernel.
+SAMPLES = 32
 # Matrix units multiply 32-bit floats so many times slower (without TF32).
 SLOWER_IN_32 = 16
 
 
-def slower(program: Program, region: Region, plans: Sequence[KernelPlan], target: Target) -> Rejected | None:
-    """Why kernels are not to compute a region, if there is room for all that PyTorch makes on the way; else None."""
+def slower(
+    program: Program, region: Region, plans: Sequence[KernelPlan], target: Target, times: float = TIMES
+) -> Rejected | None:
+    """Why kernels are not to compute a region, if there is room for all that PyTorch makes on the way; else None.
+
+    Args:
+      times: how many times as long they may take.
+    """
     members = [v for m in region.members if not (v := program.by_name[m]).is_view]
     stored = sum(nbytes(v) for v in members if v.name not in region.outputs)
     without = sum(_cycles(program, v, target) for v in members)
-    ours = sum(cycles(plan, target) for plan in plans)
-    if stored > target.room or ours < TIMES * without or ours - without < COST:
+    ours = sum(cycles(plan, target) * _visited(plan) for plan in plans)
+    if stored > target.room or ours < times * without or ours - without < COST:
         return None
     large = max(members, key=lambda v: v.numel)
     why = f"kernels would take {ours / without:.1f} times as long as PyTorch's own operations, by the estimate"
     return Rejected(large, large, why, nbytes(large))
+
+
+def _visited(plan: KernelPlan) -> float:
+    """The part of its loops that a kernel goes through, where positions alone bound them (one side of a diagonal; of a
+    table of distances, those that a sequence has): of some programs, spread over the grid."""
+    shares = [_share(plan, loop) for loop in plan.loops]
+    return sum(shares) / len(shares) if shares else 1.0
+
+
+def _share(plan: KernelPlan, loop: Loop) -> float:
+    bounds = [b for b in (loop.lower, loop.upper) if b is not None]
+    names = frozenset[str]().union(*map(ref_names, bounds))
+    axes = [a for a in plan.grid if not names.isdisjoint((f"{a.name}.first", f"{a.name}.last"))]
+    if len(axes) != 1 or any(free_axes(b) or loads(b) for b in bounds):
+        return 1.0
+    (axis,), extent = axes, loop.axis.extent
+    side = plan.choices.tile(axis) or axis.extent
+    tiles = -(-axis.extent // side)
+    visited = []
+    for n in sorted({tiles * k // SAMPLES for k in range(SAMPLES)}):
+        at = {"first": n * side, "last": min((n + 1) * side, axis.extent) - 1}
+        known = {ref(f"{axis.name}.{end}", (), "i64"): const(place, "i64") for end, place in at.items()}
+        ends = [b if b is None else substitute(b, {}, known) for b in (loop.lower, loop.upper)]
+        low, high = (b.value if isinstance(b, Const) else d for b, d in zip(ends, (0, extent), strict=True))
+        visited.append(min(max(min(high, extent) - max(low, 0), 0), extent) / extent)
+    return sum(visited) / len(visited)
 
 
 def _cycles(program: Program, v: Value, target: Target) -> float:
