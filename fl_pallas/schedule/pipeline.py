@@ -165,31 +165,15 @@ def _scheduled(
         ) -> tuple[KernelPlan, ...]:
             return plans_of(cut_apart(groups, name))
 
-        def held_made(
-            freely: bool,
-            groups: tuple[Fused, ...] = groups,
-            region: Region = region,
-            name: str = f"r{n}",
-            plans_of: Callable[..., tuple[KernelPlan, ...]] = plans_of,
-            cut_plans_of: Callable[..., tuple[KernelPlan, ...]] = cut_plans_of,
-            made: Callable[..., _Made] = kernels_of,
-        ) -> _Made:
-            found = hold(groups, f"{name}_h", compute, cut_plans_of, target, region.outputs, freely=freely)
-            _record_each(record, "hold", found)
-            # What is cut may itself be computed many times over, from what can be stored (scores, before heads are
-            # mixed).
-            held = len(found) - len(groups)
-            return made(
-                hold(cut_apart(found, name), f"{name}_g", compute, plans_of, target, region.outputs, held, freely)
-            )
-
-        made = held_made(freely=False)
+        whole, groups = groups, hold(groups, f"r{n}_h", compute, cut_plans_of, target, region.outputs)
+        _record_each(record, "hold", groups)
+        # What is cut may itself be computed many times over, from what can be stored (scores, before heads are mixed).
+        held = len(groups) - len(whole)
+        parts = hold(cut_apart(groups, f"r{n}"), f"r{n}_g", compute, plans_of, target, region.outputs, held)
+        made = kernels_of(parts)
         if made.plans and (left := slower(program, region, made.plans, target)) is not None:
-            # What they store, to be no slower than PyTorch, is its gain no longer.
-            made = held_made(freely=True)
-            if not made.plans or slower(program, region, made.plans, target, times=1) is not None:
-                rejected.append(left)
-                continue
+            rejected.append(left)
+            continue
         rejected += made.between
         if not made.plans:
             continue

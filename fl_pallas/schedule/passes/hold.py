@@ -39,7 +39,6 @@ def hold(
     target: Target,
     results: Collection[str],
     already: int = 0,
-    freely: bool = False,
 ) -> Groups:
     """The kernels of a region, with further ones that store what they load.
 
@@ -49,7 +48,6 @@ def hold(
       plan: the kernels that compute some groups, as they would be launched; none if they cannot be.
       results: names of what is stored for others than these kernels.
       already: how many values of the region are held.
-      freely: whether whatever is quicker is held: PyTorch, which would compute the region otherwise, stores it too.
     """
 
     def time(groups: Groups) -> float:
@@ -57,7 +55,7 @@ def hold(
 
     plans = plan(groups)
     before = sum(cycles(p, target) for p in plans)
-    if before < SAVED and not freely:
+    if before < SAVED:
         return groups
     if before < AGAIN * sum(cycles(p, target, once=True) for p in plans) and not any(map(_is_by_element, plans)):
         return groups
@@ -70,7 +68,7 @@ def hold(
             break
         which = min(range(len(ways)), key=times.__getitem__)
         best, least, room = ways[which], times[which], room - _bytes(*found[which])
-    return best if freely or TIMES * least < before and before - least > SAVED else groups
+    return best if TIMES * least < before and before - least > SAVED else groups
 
 
 def _is_by_element(plan: KernelPlan) -> bool:

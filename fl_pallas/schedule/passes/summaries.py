@@ -6,6 +6,7 @@ does, and both kernels read it there. A launch takes longer than what these comp
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -47,8 +48,11 @@ def _both(a: KernelPlan, b: KernelPlan) -> tuple[KernelPlan, dict[str, str]]:
         assert isinstance(step, Accumulator)
         same = next((n for n, s in enumerate(steps) if replace(s, name=step.name) == step), None)
         if same is None:
-            steps.append(replace(step, name=f"s{len(steps)}"))
-            stores.append(replace(store, expr=ref(f"s{len(steps) - 1}", step.axes, store.dtype)))
+            # Either may have left some of its numbers out.
+            taken = {s.name for s in steps}
+            name = next(f"s{n}" for n in itertools.count() if f"s{n}" not in taken)
+            steps.append(replace(step, name=name))
+            stores.append(replace(store, expr=ref(name, step.axes, store.dtype)))
         else:
             names[store.name] = stores[same].name
     return replace(a, loops=(replace(loop, steps=tuple(steps)),), stores=tuple(stores)), names

@@ -27,19 +27,13 @@ SAMPLES = 32
 SLOWER_IN_32 = 16
 
 
-def slower(
-    program: Program, region: Region, plans: Sequence[KernelPlan], target: Target, times: float = TIMES
-) -> Rejected | None:
-    """Why kernels are not to compute a region, if there is room for all that PyTorch makes on the way; else None.
-
-    Args:
-      times: how many times as long they may take.
-    """
+def slower(program: Program, region: Region, plans: Sequence[KernelPlan], target: Target) -> Rejected | None:
+    """Why kernels are not to compute a region, if there is room for all that PyTorch makes on the way; else None."""
     members = [v for m in region.members if not (v := program.by_name[m]).is_view]
     stored = sum(nbytes(v) for v in members if v.name not in region.outputs)
     without = sum(_cycles(program, v, target) for v in members)
     ours = sum(cycles(plan, target) * _visited(plan) for plan in plans)
-    if stored > target.room or ours < times * without or ours - without < COST:
+    if stored > target.room or ours < TIMES * without or ours - without < COST:
         return None
     large = max(members, key=lambda v: v.numel)
     why = f"kernels would take {ours / without:.1f} times as long as PyTorch's own operations, by the estimate"
