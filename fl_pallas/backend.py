@@ -224,6 +224,8 @@ class _Specialised:
                 return run
             if "backward" not in made:
                 return self._whole(args) if made["forward"].regions else run
+            if not made["forward"].regions and not made["backward"].regions:
+                return self._whole(args)  # Inductor does better by a graph that nobody has taken apart
             again = computed_again(made["forward"], made["backward"])
             if not again:
                 return run

@@ -168,6 +168,24 @@ def test_a_graph_without_kernels(stages: list[list[str]]) -> None:
     assert len(stages) == 1
 
 
+def test_passes_without_kernels_are_not_taken_apart(stages: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor has the graph as it would without us."""
+    whole: list[GraphModule] = []
+
+    def eager(gm: GraphModule, _: Sequence[Tensor]) -> Callable:
+        whole.append(gm)
+        return gm
+
+    monkeypatch.setattr(rest, "_whole_by_inductor", eager)
+
+    def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.elu(q) @ (F.elu(k).mT @ v)
+
+    given = [t.requires_grad_() for t in inputs(torch.float32)[:3]]
+    check_gradients(linear, fl.compile(linear, rest="inductor"), given)
+    assert len(whole) == 1 and not stages
+
+
 def largest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As many maxima as scores: their gradients are PyTorch's."""
     return (q[:, :, :, None] + k[:, :, None]).amax(-1).softmax(-1) @ v
