@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fl_pallas as fl
@@ -21,7 +22,7 @@ from tests.oracle import check_gradients
 from tests.plan_evaluate import TileEvaluator
 from tests.programs import BY_NAME
 from tests.terms import i64, is_, n
-from tests.unrun import unrun
+from tests.unrun import explain, unrun
 
 BATCH, ROWS, KEYS = 3, 20, 15
 X, K, FLAT = Axis("x", 4), Axis("k", KEYS), Axis("flat", BATCH * ROWS * KEYS)
@@ -159,3 +160,35 @@ def test_positions_without_content(device: torch.device) -> None:
     q, v = (torch.randn(70, 2, 3, 16, generator=generator).to(device) for _ in range(2))
     r = torch.randn(140, 3, 16, generator=generator).to(device)
     check_gradients(shifted_alone, fl.compile(shifted_alone), [q, v, r])
+
+
+def picked_blocks(x: Tensor, qkv: Tensor, table: Tensor) -> Tensor:
+    """Blocks of 16 beside each other, the first, and those of a table; a packed projection (BigBird)."""
+    batch, tokens, c = x.shape
+    q, k, v = (x @ qkv).view(batch, tokens, 3, 2, c // 2).permute(2, 0, 3, 1, 4).unbind(0)
+    block = torch.arange(tokens, device=x.device) // 16
+    near = ((block[:, None] - block).abs() <= 1) | (block[:, None] == 0) | (block == 0)
+    seen = near | (table[block][:, :, None] == block).any(1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2).reshape(x.shape)
+
+
+def blocks(tokens: int, c: int) -> list[Tensor]:
+    torch.manual_seed(tokens)
+    count = -(-tokens // 16)
+    return [torch.randn(2, tokens, c), torch.randn(c, 3 * c) / c**0.5, torch.randint(0, count, (count, 2))]
+
+
+def test_blocks_of_a_mask_leave_rows_whole() -> None:
+    """Rows and keys lie behind a batch in a projection, and are read as they are: one kernel, with tiles of rows."""
+    x, qkv, table = blocks(1024, 128)
+    plan, *others = explain(picked_blocks, x.repeat(8, 1, 1), qkv, table).kernels
+    assert not others
+    assert [plan.choices.tile(a) for a in plan.grid if a.extent == 1024] == [64]
+    assert [loop.axis.extent for loop in plan.loops] == [1024]
+
+
+@pytest.mark.parametrize("tokens", [48, 100])
+def test_picked_blocks(tokens: int, device: torch.device) -> None:
+    x, qkv, table = (t.to(device) for t in blocks(tokens, 32))
+    args = [x.requires_grad_(), qkv.requires_grad_(), table]
+    check_gradients(picked_blocks, fl.compile(picked_blocks, dynamic=False), args)

@@ -39,7 +39,8 @@ def _parallel_apart(fused: Fused) -> Fused:
     for axis in dict.fromkeys(a for o in fused.outputs for a in o.axes):
         nodes = {n for o in fused.outputs for n in walk(o.expr) if axis in free_axes(n)}
         places = {i for n in nodes if isinstance(n, Load) for i in n.index}
-        if index(axis) in places:
+        # Where it is read as it is (of a projection, behind a batch), quotients are a mask's blocks.
+        if any(1 in _strides(i, axis) for i in places):
             continue
         among = [n for n in nodes if isinstance(n, Op) and n.name in _POSITIONS and is_int(n.args[0].dtype)]
         beside = [n for n in among if free_axes(n) - {axis} and not loads(n)]
@@ -103,7 +104,9 @@ def _apart(e: Expr) -> Expr:
     if len(axes) == 1:
         return e
     body = substitute(e.body, {e.axis: row_major(map(index, axes), axes)})
-    outer = _shared(body, {*axes}) or _unmasked(body, {*axes})
+    # (Bounds are found for quotients too, of what is read as it is.)
+    whole = any(1 in _strides(i, e.axis) for n in loads(e.body) for i in n.index)
+    outer = _shared(body, {*axes}) or (set() if whole else _unmasked(body, {*axes}))
     if not (outer or _frees_reductions(body, {*axes}) or _frees_sides(body, {*axes}, is_batch_sum(e))):
         return e
     inner = reduce_over(e.kind, [a for a in axes if a not in outer], body, e.dtype)
