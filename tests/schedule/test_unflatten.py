@@ -181,7 +181,7 @@ def blocks(tokens: int, c: int) -> list[Tensor]:
 def test_blocks_of_a_mask_leave_rows_whole() -> None:
     """Rows and keys lie behind a batch in a projection, and are read as they are: one kernel, with tiles of rows."""
     x, qkv, table = blocks(1024, 128)
-    plan, *others = explain(picked_blocks, x.repeat(8, 1, 1), qkv, table).kernels
+    plan, *others = explain(picked_blocks, x.bfloat16().repeat(8, 1, 1), qkv.bfloat16(), table).kernels
     assert not others
     assert [plan.choices.tile(a) for a in plan.grid if a.extent == 1024] == [64]
     assert [loop.axis.extent for loop in plan.loops] == [1024]
