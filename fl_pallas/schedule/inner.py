@@ -57,7 +57,7 @@ def as_product(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Product | None
     The factors that vary along the axis are grouped so that factors sharing a tiled axis stay
     together; two groups or more make a product. `tiled` are all axes wider than one index.
     """
-    groups, plain, scale = _grouped(body, axis, tiled)
+    groups, plain, scale = grouped(body, axis, tiled)
     if len(groups) < 2:
         return None
     # What is a load alone goes to the matrix unit as it lies in memory: a vector scales another side.
@@ -104,11 +104,11 @@ def within_sides(p: Product, tiled: frozenset[Axis]) -> Product:
 
 def as_vector_product(body: Expr, axis: Axis, tiled: frozenset[Axis]) -> Product | None:
     """`body` as a vector along `axis` (left) times a matrix, or None."""
-    groups, plain, scale = _grouped(body, axis, tiled)
+    groups, plain, scale = grouped(body, axis, tiled)
     return Product(plain, groups[0], scale) if plain and len(groups) == 1 else None
 
 
-def _grouped(
+def grouped(
     body: Expr, axis: Axis, tiled: frozenset[Axis]
 ) -> tuple[list[tuple[Expr, ...]], tuple[Expr, ...], tuple[Expr, ...]]:
     """The factors that vary along `axis`, in groups that share no other tiled axis; those with none; the rest."""

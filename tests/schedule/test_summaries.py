@@ -46,11 +46,11 @@ def test_numbers_that_are_left_out_are_no_others() -> None:
     ]
     table, first, second = join_summaries(plans)
     verify_plan(table)
-    assert {s.name: s.expr.name for s in table.stores} == {"k0_s1": "s1", "k2_s0": "s0"}  # type: ignore[union-attr]
-    assert [s.kind for s in table.loops[0].steps] == ["any", "all"]  # type: ignore[union-attr]
+    assert {s.name: s.expr.name for s in table.stores} == {"k0_s1": "s1", "k2_s0": "s0"}
+    assert [s.kind for s in table.loops[0].steps] == ["any", "all"]
     assert first == plans[1]
     (loop,) = second.loops
-    assert [n.source for s in loop.steps for n in loads(s.update)] == ["k2_s0", "k0_s1"]  # type: ignore[union-attr]
+    assert [n.source for s in loop.steps for n in loads(s.update)] == ["k2_s0", "k0_s1"]
     assert loop.lower is not None and loads(loop.lower)[0].source == "k2_s0"
     assert second.notes == ("by what k0_tiles finds",)
 
@@ -67,8 +67,8 @@ def test_others_names_are_kept_apart() -> None:
     )
     verify_plan(table)
     assert [s.name for s in table.loops[0].steps] == ["s0", "s1"]
-    assert [n.source for s in readers[1].loops[0].steps for n in loads(s.update)] == ["k0_s0", "k2_s0"]  # type: ignore[union-attr]
-    assert loads(readers[1].loops[0].lower)[0].source == "k0_s0"  # type: ignore[arg-type]
+    assert [n.source for s in readers[1].loops[0].steps for n in loads(s.update)] == ["k0_s0", "k2_s0"]
+    assert loads(readers[1].loops[0].lower)[0].source == "k0_s0"
 
 
 def test_what_is_made_in_between_is_summarised_behind_it() -> None:

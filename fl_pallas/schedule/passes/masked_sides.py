@@ -7,6 +7,7 @@ stands there.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from dataclasses import replace
 from ..build import op, select
 from ..dtype import is_float
 from ..expr import Axis, Const, Expr, Op, const, free_axes
-from ..inner import factors
+from ..inner import factors, grouped
 from ..plan import Accumulator, Loop, Step
 
 
@@ -37,26 +38,16 @@ def _sides(f: Expr, axis: Axis) -> list[Expr]:
     seen, product, hidden = f.args
     if not isinstance(hidden, Const) or hidden.value != 0:
         return [f]
-    numbers = [n for n in factors(product) if isinstance(n, Const)]
-    parts = [n for n in factors(product) if not isinstance(n, Const)]
-    varying = [n for n in parts if axis in free_axes(n)]
-    if not varying or len(varying) < len(parts) or not all(math.isfinite(n.value) for n in numbers):
+    varying = [n for n in factors(product) if axis in free_axes(n)]
+    if not varying:
         return [f]
     # What all of them have, and the mask, is no side's own.
-    common = free_axes(seen).union({axis}, frozenset.intersection(*map(free_axes, varying)))
-    groups: list[tuple[frozenset[Axis], list[Expr]]] = []
-    for n in varying:
-        own = free_axes(n) - common
-        touching = [g for g in groups if g[0] & own]
-        merged = own.union(*(g[0] for g in touching)), [*(x for g in touching for x in g[1]), n]
-        groups = [*(g for g in groups if g not in touching), merged]
-    if len(groups) < 2 or not all(own for own, _ in groups):
+    common = free_axes(seen) | frozenset.intersection(*map(free_axes, varying))
+    groups, plain, numbers = grouped(product, axis, free_axes(product) - common)
+    if len(groups) < 2 or plain or not all(isinstance(n, Const) and math.isfinite(n.value) for n in numbers):
         return [f]
-    return [*(select(seen, _product(g), const(0.0, f.dtype)) for _, g in groups), *numbers]
+    return [*(select(seen, _product(g), const(0.0, f.dtype)) for g in groups), *numbers]
 
 
 def _product(found: Sequence[Expr]) -> Expr:
-    made, *rest = found
-    for e in rest:
-        made = op("mul", made, e, dtype=e.dtype)
-    return made
+    return functools.reduce(lambda a, b: op("mul", a, b, dtype=b.dtype), found)
