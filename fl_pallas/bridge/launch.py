@@ -464,6 +464,13 @@ def _alike_check(operands: Sequence[torch.Tensor]) -> Callable[..., bool]:
     return guards.TensorGuards(*operands, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore
 
 
+def current_stream() -> int | None:
+    """The address of the current stream, 0 without a GPU; None while a CUDA graph is captured."""
+    if not torch.cuda.is_available():
+        return 0
+    return None if torch.cuda.is_current_stream_capturing() else _stream(torch.cuda.current_device())
+
+
 def _public_stream(index: int) -> int:
     return torch.cuda.current_stream(index).cuda_stream
 

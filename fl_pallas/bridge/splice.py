@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -12,7 +13,7 @@ from torch.fx import GraphModule, Node
 from ..errors import Unsupported
 from ..schedule.plan import KernelPlan
 from .ahead import Calls, Together
-from .launch import DirectKernel
+from .launch import DirectKernel, current_stream
 from .progress import progress
 
 Kernel = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -20,8 +21,18 @@ Kernel = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 _GONE = torch.empty(0)
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """What kernels that read nothing have stored, by their number, for work on a stream."""
+
+    stream: int
+    tables: dict[int, list[torch.Tensor]]
+
+
 class RegionRunner:
     """Runs the kernels of a region in order; intermediates live until the last kernel that reads them has begun.
+
+    Small tables that are made of positions alone (which tiles a mask leaves) are made by the first call, and kept.
 
     Attributes:
       operands: names of the tensors it takes, in order.
@@ -45,6 +56,9 @@ class RegionRunner:
         self._results = [place[n] for n in self.outputs]
         reads = [[place[n] for n in group] for group in names]
         self._steps = list(zip(kernels, reads, self._read_last(reads, plans), strict=True))
+        self._constant = self._of_nothing(reads, plans)
+        self._read_on = {k for n, places in enumerate(reads) if n not in self._constant for k in places}
+        self._kept: _Kept | None = None
         self._is_new = any(isinstance(kernel, DirectKernel) for kernel in kernels)
 
     def _read_last(self, reads: Sequence[Sequence[int]], plans: Sequence[KernelPlan]) -> list[list[int]]:
@@ -59,15 +73,47 @@ class RegionRunner:
             dead.append([*(k for k in dict.fromkeys(reads[n]) if last[k] == n and k not in kept), *unread])
         return dead
 
+    def _of_nothing(self, reads: Sequence[Sequence[int]], plans: Sequence[KernelPlan]) -> frozenset[int]:
+        """The minor kernels that read no tensor, or what such kernels store alone, and store no result."""
+        found, known, made = set[int](), set[int](), len(self.operands)
+        for n, plan in enumerate(plans):
+            own = set(range(made, made := made + len(plan.stores)))
+            if plan.minor and known.issuperset(reads[n]) and own.isdisjoint(self._results):
+                found.add(n)
+                known |= own
+        return frozenset(found)
+
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self._is_new:
             self._is_new = False
             return self._first(tensors)
+        if self._constant:
+            return self._with_kept(tensors)
         known = [*tensors]
         for kernel, places, dead in self._steps:
             known += kernel([known[k] for k in places])
             for k in dead:
                 known[k] = _GONE
+        return tuple([known[k] for k in self._results])
+
+    def _with_kept(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """A call that takes what was kept; that keeps what it makes, if nothing was. A CUDA graph makes its own, for it
+        may outlive this; and so does another stream, which would not wait."""
+        on = current_stream()
+        kept = self._kept.tables if self._kept is not None and self._kept.stream == on else {}
+        known, made = [*tensors], dict[int, list[torch.Tensor]]()
+        for n, (kernel, places, dead) in enumerate(self._steps):
+            results = kept.get(n)
+            if results is None:
+                results = kernel([known[k] for k in places])
+                if n in self._constant:
+                    read = any(k in self._read_on for k in range(len(known), len(known) + len(results)))
+                    made[n] = results if read else [_GONE] * len(results)
+            known += results
+            for k in dead:
+                known[k] = _GONE
+        if on is not None and self._kept is None:
+            self._kept = _Kept(on, made)
         return tuple([known[k] for k in self._results])
 
     def _first(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -12,12 +12,14 @@ from ..schedule.expr import Axis, Expr, Op, loads, ref_names, walk
 from ..schedule.inner import power_of_two
 from ..schedule.interior import bare
 from ..schedule.plan import (
+    PLACE,
     Accumulator,
     Interior,
     KernelPlan,
     Loop,
     Step,
     Store,
+    Visits,
     above_along,
     bounds_of,
     step_expressions,
@@ -143,6 +145,8 @@ class Loops:
         sides; 0 where those say nothing of others, for a mask hides them."""
         ev, side = self.ev, self.plan.choices.tile(loop.axis) or 1
         first, _ = self._own(loop, *self._bounds(loop, side))
+        if loop.visits is not None:
+            first = self._visited(loop.visits, side, jnp.int32(0))
         first = jnp.minimum(first, self.ev.tiles(loop.axis, side) - jnp.int32(1))
         above = ABOVE if _multiplies_in(loop, "bf16") else 0.0
         bits = {g.maximum: g.bits for g in loop.guesses}
@@ -244,6 +248,8 @@ class Loops:
             ev.pop()
             return new
 
+        if loop.visits is not None:
+            return self._visit(loop, loop.visits, tile, carry)
         begin, end = self._bounds(loop, side)
         first, last = self._own(loop, begin, end)
         # Tiles below this one lie inside of the axis whole.
@@ -280,6 +286,37 @@ class Loops:
                 start, stop, lambda n, c: tile(n + jnp.where(n >= begin, length, 0), c, whole=False), carry
             )
         return carry
+
+    def _visit(self, loop: Loop, visits: Visits, tile: Callable[..., Carry], carry: Carry) -> Carry:
+        """The iterations of a loop that goes through some granules: those without masks, then others."""
+        ev, side = self.ev, self.plan.choices.tile(loop.axis) or 1
+        each = jnp.int32(visits.granule // side)
+        whole, some, every = (ev.eval(n).array * each for n in (visits.whole, visits.some, visits.every))
+        if loop.finite or loop.above:
+            some = jnp.where(self._are_finite(loop.finite) & self._are_above(loop), some, every)
+        first, last = self._own(loop, jnp.int32(0), some)
+        middle = jnp.maximum(jnp.minimum(whole, last), first)
+        inside = loop.axis.size is None and not loop.axis.extent % visits.granule
+        carry = lax.fori_loop(first, middle, lambda n, c: tile(self._visited(visits, side, n), c, True), carry)
+
+        def masked(n: Array, carry: Carry) -> Carry:
+            return tile(self._visited(visits, side, n), carry, whole=inside)
+
+        carry = lax.fori_loop(middle, last, masked, carry)
+        if loop.settled:
+            found = {s.name: self._tile(s, x) for s, x in zip(loop.steps, carry, strict=True)}
+            start, stop = self._own(loop, some, every)
+            stop = jnp.where(self._are_settled(loop, found), start, stop)
+            carry = lax.fori_loop(start, stop, masked, carry)
+        return carry
+
+    def _visited(self, visits: Visits, side: int, n: Array) -> Array:
+        """The tile of `side` indices that is the `n`-th to be visited."""
+        each = jnp.int32(visits.granule // side)
+        self.ev.push({}, {}).refs[PLACE] = Tile(lax.div(n, each), ())
+        granule = self.ev.eval(visits.at).array
+        self.ev.pop()
+        return granule * each + lax.rem(n, each)
 
     def _are_settled(self, loop: Loop, found: dict[str, Tile]) -> Array:
         """Whether the maxima of all of the tile are above what masks put in the place of scores."""

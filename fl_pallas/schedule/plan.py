@@ -66,6 +66,29 @@ class Interior:
     constants: tuple[tuple[Expr, Expr], ...]
 
 
+# The reference by which a loop's `Visits` call the place that they have reached.
+PLACE = "place"
+
+
+@dataclass(frozen=True)
+class Visits:
+    """The order in which a loop goes through its axis, `granule` indices at a time: first the granules that all masks
+    let through whole, then others that may contribute, then the rest. It goes through the first two.
+
+    Attributes:
+      at: the granule at the place that the reference `PLACE` tells.
+      whole: how many granules masks let through whole.
+      some: how many may contribute, those among them.
+      every: how many there are.
+    """
+
+    at: Expr
+    whole: Expr
+    some: Expr
+    every: Expr
+    granule: int
+
+
 @dataclass(frozen=True)
 class Guess:
     """A running maximum that need not run: sums can be taken about any number that is not too far from it.
@@ -97,6 +120,8 @@ class Loop:
     hold where what is loaded, all along the axis or for the tile, is finite and no less than that: rows' maxima, made
     by another kernel.
 
+    With `visits`, the loop goes through what these say, and not through all between the bounds.
+
     With `parts`, a grid axis, the range within the bounds is shared out: the program at index n of that axis
     runs its n-th part alone, in whole tiles. Parts may be empty.
 
@@ -114,6 +139,7 @@ class Loop:
     finite: tuple[str, ...] = ()
     settled: tuple[tuple[str, float], ...] = ()
     above: tuple[tuple[Expr, float], ...] = ()
+    visits: Visits | None = None
 
 
 def above_along(loop: Loop) -> list[tuple[Expr, float]]:
@@ -122,9 +148,10 @@ def above_along(loop: Loop) -> list[tuple[Expr, float]]:
 
 
 def bounds_of(loop: Loop) -> tuple[Expr | None, ...]:
-    """Lower and upper bound of a loop, then those of its interior if it has one."""
+    """Lower and upper bound of a loop, then those of its interior if it has one, then what its visits say."""
     inner = (loop.interior.lower, loop.interior.upper) if loop.interior else ()
-    return (loop.lower, loop.upper, *inner)
+    visits = (loop.visits.at, loop.visits.whole, loop.visits.some, loop.visits.every) if loop.visits else ()
+    return (loop.lower, loop.upper, *inner, *visits)
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,8 @@ def plan_text(plan: KernelPlan) -> str:
     for loop in plan.loops:
         names = shared((e for e in bounds_of(loop) if e is not None), "b")
         lines += _shared_text(names, "  ")
-        low, high, *inner = (None if e is None else expr_text(e, names) for e in bounds_of(loop))
+        low, high, *more = (None if e is None else expr_text(e, names) for e in bounds_of(loop))
+        inner, visits = (more[:2], more[2:]) if loop.interior else ([], more)
         span = f"{low or 0} .. {high or loop.axis.extent}"
         part = f", part {loop.parts.name} of {loop.parts.extent}" if loop.parts is not None else ""
         every = f", all unless {', '.join(loop.finite)} finite" if loop.finite else ""
@@ -117,7 +118,10 @@ def plan_text(plan: KernelPlan) -> str:
         every += "".join(f", all unless {text}" for text in above)
         every += "".join(f", all unless {name} gets to {least:g}" for name, least in loop.settled)
         lines.append(f"  for {loop.axis.name} in {span} by {tile(loop.axis)}{part}  (of {loop.axis.extent}{every})")
-        if inner:
+        if loop.visits and inner:
+            lines.append(f"    # {loop.visits.granule} at a time: {visits[0]} for place in 0 .. {visits[2]}")
+            lines.append(f"    # no masks in the first {visits[1]}")
+        elif inner:
             lines.append(f"    # no masks in {inner[0] or 0} .. {inner[1] or loop.axis.extent}")
         lines += _steps_text(loop.steps, stored_in(loop, plan.stores))
         guesses = loop.guesses if plan.choices.guesses else ()

@@ -10,6 +10,7 @@ from .dtype import DTYPES, is_float, is_int
 from .expr import Axis, Expr, Index, Load, Op, Reduce, Ref, children, free_axes, loads, walk
 from .integer import bounds
 from .plan import (
+    PLACE,
     Accumulator,
     Anchor,
     KernelPlan,
@@ -243,6 +244,7 @@ class _PlanVerifier:
     def bounds(self, loop: Loop, check: _Checker) -> None:
         every = (self.plan.choices, *self.plan.others)
         ends: dict[str, Axes] = {f"{a.name}.{end}": () for a in self.plan.grid for end in ("first", "last")}
+        ends[PLACE] = ()
         single = [a for a in self.plan.grid if all((c.tile(a) or 1) == 1 for c in every)]
         for e in bounds_of(loop):
             if e is not None:

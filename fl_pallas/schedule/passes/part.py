@@ -55,7 +55,7 @@ def ways_to_part(
     tiles: Callable[[Kernel], Choices | None],
 ) -> tuple[tuple[Kernel, ...], ...]:
     """Kernels that together do what one would, in several ways: that one; its chains; its outputs; chains of those; two
-    of several outputs together.
+    of several outputs together; outputs by the batch that they have.
 
     Args:
       parallel: axes of the outputs.
@@ -72,7 +72,7 @@ def ways_to_part(
             # What is taken along at the end may leave registers for smaller tiles only.
             chains += [*first, *(apart if tiles(apart[0]) != tiles(last) else (last,))]
         ways += [kernels, tuple(chains)]
-    return tuple(dict.fromkeys([*ways, *join_two(outputs, loops, stores)]))
+    return tuple(dict.fromkeys([*ways, *join_two(outputs, loops, stores), part_batches(loops, stores, parallel)]))
 
 
 def part_stores(loops: tuple[Loop, ...], stores: tuple[Store, ...], parallel: tuple[Axis, ...]) -> tuple[Kernel, ...]:
@@ -98,6 +98,20 @@ def part_stores(loops: tuple[Loop, ...], stores: tuple[Store, ...], parallel: tu
             groups[at] = (groups[at][0] | own, [*groups[at][1], s])
     groups += [(frozenset(), alone)] if alone else []
     return tuple((_only(names, loops), tuple(s for s in stores if s in group)) for names, group in groups)
+
+
+def part_batches(loops: tuple[Loop, ...], stores: tuple[Store, ...], parallel: tuple[Axis, ...]) -> tuple[Kernel, ...]:
+    """Before: loops with sums of each head, and sums that all heads share, which a program of each head would compute.
+    After: a kernel for the outputs that have the same axes of the batch; what those rest on is computed by each.
+    """
+    batch = frozenset(roles(parallel, loops, stores).batch)
+    steps = {s.name: s for loop in loops for s in loop.steps}
+    groups: dict[frozenset[Axis], tuple[Store, ...]] = {}
+    for s in stores:
+        own = batch & {*s.axes}
+        groups[own] = (*groups.get(own, ()), s)
+    needs = (_needed((n for s in own for n in ref_names(s.expr)), steps) for own in groups.values())
+    return tuple((_only(names, loops), own) for names, own in zip(needs, groups.values(), strict=True))
 
 
 def join_two(

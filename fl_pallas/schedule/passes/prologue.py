@@ -27,8 +27,8 @@ def into_prologues(plans: Sequence[KernelPlan], results: Collection[str]) -> lis
     """
     made = list(plans)
     for small in plans:
-        # Running sums are of tiles, of which a program has one row.
-        if small.loops or scanned_axes([s.expr for s in small.stores]):
+        # Running sums are of tiles, of which a program has one row; what is minor is of large tiles.
+        if small.loops or small.minor or scanned_axes([s.expr for s in small.stores]):
             continue
         for host in [p for p in made if p.loops and _reads(p, small)]:
             taken = _taken(small, host)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..build import rewrite
 from ..expr import Expr, Load, load
-from ..plan import Accumulator, KernelPlan, Loop, Step, operand_names
+from ..plan import Accumulator, KernelPlan, Loop, Step, Visits, operand_names
 
 
 def rewritten(plan: KernelPlan, rule: Callable[[Expr], Expr]) -> KernelPlan:
@@ -48,7 +48,12 @@ def renamed(plan: KernelPlan, names: Mapping[str, str], kernels: Mapping[str, st
             loop.interior, lower=of_bound(loop.interior.lower), upper=of_bound(loop.interior.upper)
         )
         above = tuple((rewrite(e, rule), least) for e, least in loop.above)
-        return replace(loop, lower=of_bound(loop.lower), upper=of_bound(loop.upper), interior=inner, above=above)
+        ends = {"lower": of_bound(loop.lower), "upper": of_bound(loop.upper)}
+        return replace(loop, **ends, interior=inner, above=above, visits=loop.visits and of_visits(loop.visits))
+
+    def of_visits(v: Visits) -> Visits:
+        at, whole, some, every = (rewrite(e, rule) for e in (v.at, v.whole, v.some, v.every))
+        return Visits(at, whole, some, every, v.granule)
 
     made = rewritten(plan, rule)
     return replace(made, loops=tuple(map(of_loop, made.loops)), notes=notes)

@@ -8,6 +8,7 @@ granules that may hold an id of its rows. The granule is no choice, so that any 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ..build import FALSE, TRUE, negate, op, reduce, select, substitute
@@ -18,7 +19,9 @@ from ..expr import (
     Expr,
     Index,
     Load,
+    Op,
     Reduce,
+    Ref,
     const,
     free_axes,
     index,
@@ -31,11 +34,14 @@ from ..expr import (
 )  # fmt: skip
 from ..inner import MAX_WHOLE, power_of_two
 from ..interior import constants, interior_steps
-from ..plan import Accumulator, Choices, Interior, KernelPlan, Loop, Store, bounds_of, stored_in
-from ..spans import Span, truth
+from ..plan import Accumulator, Choices, Interior, KernelPlan, Loop, Store, bounds_of, operand_names, stored_in
+from ..positions import is_of_positions
+from ..spans import UNKNOWN, Span, truth
+from ..target import HOPPER, Target
 from ..text import expr_text
 from .bound_loops import masks, narrowed
 from .contributes import ASSUMING, contribution
+from .visits import Classes, Granules, looked_at, may_have_gaps, part_visited, pays, with_visits
 
 # Below this extent a loop has too few tiles to pay for a kernel that looks at the masks' data, unless there are many
 # such loops: at the second extent, with so many scores in all.
@@ -44,24 +50,34 @@ MIN_EXTENT, MIN_EXTENT_OF_MANY, MANY = 1024, 256, 2**23
 MIN_GRANULE = 64
 # Granules that one program of the kernel that summarises takes.
 TILE = 16
+# The part of the granules above which a loop goes through all of them; and what is taken for it where data decides.
+MOST, UNKNOWN_PART = 0.75, 0.5
+# The smallest block of rows that a program takes by itself.
+MIN_BLOCK = 32
 
 
-def skip_tiles(plan: KernelPlan) -> tuple[KernelPlan, ...]:
-    """`plan` alone, or the kernel that summarises the data of its masks, and `plan` with bounds that read it."""
+def skip_tiles(plan: KernelPlan, target: Target = HOPPER) -> tuple[KernelPlan, ...]:
+    """`plan` alone, or kernels that summarise the data of its masks and list the tiles that its loops visit, and `plan`
+    with loops that read these."""
     if not any(_pays(loop, plan) for loop in plan.loops):
         return (plan,)
     # Fine summaries save more than wide tiles.
     narrow = replace(plan, others=tuple(c for c in plan.others if max(_sides(plan, c), default=1) <= 2 * MIN_GRANULE))
     tables = _Tables(narrow)
-    loops = tuple(_bounded(loop, tables) for loop in plan.loops)
-    made = tables.kernel({n.source for loop in loops for e in bounds_of(loop) if e for n in loads(e)})
+    loops, lists = [], list[KernelPlan]()
+    for n, loop in enumerate(plan.loops):
+        narrow, visiting, made = _visiting(narrow, loop, tables, f"{plan.name}_v{n}", target)
+        loops.append(_bounded(loop, tables) if visiting is None else visiting)
+        lists += made
+    read = {n.source for loop in loops for e in bounds_of(loop) if e for n in loads(e)}
+    made = tables.kernel(read | {name for k in lists for name in operand_names(k)})
     if made is None:
-        return (replace(plan, loops=loops),)
-    plan = replace(narrow, loops=loops)
+        return (*lists, replace(narrow if lists else plan, loops=tuple(loops)))
+    plan = replace(narrow, loops=tuple(loops))
     steps = [s for s in made.loops[0].steps if isinstance(s, Accumulator)]
     read = ", ".join(dict.fromkeys(expr_text(s.update) for s in steps))
     note = f"empty tiles are skipped by what {made.name} finds, {tables.granule} indices at a time, in {read}"
-    return made, replace(plan, notes=(*plan.notes, note))
+    return made, *lists, replace(plan, notes=(*plan.notes, note))
 
 
 def _sides(plan: KernelPlan, choices: Choices) -> list[int]:
@@ -75,6 +91,60 @@ def _pays(loop: Loop, plan: KernelPlan) -> bool:
         return False
     scores = loop.axis.extent * math.prod(a.extent for a in plan.grid if a not in plan.features)
     return loop.axis.extent >= (MIN_EXTENT_OF_MANY if scores >= MANY else MIN_EXTENT)
+
+
+def _visiting(
+    plan: KernelPlan, loop: Loop, tables: _Tables, name: str, target: Target
+) -> tuple[KernelPlan, Loop | None, tuple[KernelPlan, ...]]:
+    """A plan with choices for a loop that visits certain granules, that loop, and the kernels that list these; the plan
+    as it is, where the loop had better go through all between two ends."""
+    if not _pays(loop, plan):
+        return plan, None, ()
+    for assuming in ASSUMING:
+        about = assuming(loop, tables.rows)
+        loop = about if may_have_gaps(contribution(about), loop.axis) else loop
+    condition = contribution(loop)
+    if not may_have_gaps(condition, loop.axis):
+        return plan, None, ()
+    by_positions = is_of_positions(condition)
+    known = _Known(loop.axis, tables)
+    rows = {a: tables.sides[a] if by_positions else known.block(a, condition) for a in plan.grid if a in tables.rows}
+    granules = Granules(
+        loop.axis, tables.granule, known.granules, rows, tuple(a for a in plan.grid if a in tables.single)
+    )
+
+    def fits(c: Choices) -> bool:
+        return (c.tile(loop.axis) or 1) <= tables.granule and all((c.tile(a) or 1) <= n for a, n in rows.items())
+
+    ways = [c for c in (plan.choices, *plan.others) if fits(c)]
+    part = part_visited(loop, condition, granules) if by_positions else UNKNOWN_PART
+    if not ways or part > MOST or not pays(plan, part, target):
+        return plan, None, ()
+    if by_positions:
+        looked = looked_at(
+            _classes(loop, lambda e: (e, e) if is_of_positions(e) else UNKNOWN), granules, name, plan.compute
+        )
+    else:
+        found = _classes(loop, lambda e: known.truth(e, rows))
+        inside = op("lt", known.ends(loop.axis)[1], const(loop.axis.extent, "i64"), dtype="bool")
+        found = replace(found, certain=op("and", found.certain, inside, dtype="bool"))
+        looked = (found, ()) if may_have_gaps(found.possible, known.granules) else None
+    listed = looked and with_visits(loop, looked[0], granules, name, plan.compute)
+    if not looked or not listed:
+        return plan, None, ()
+    return replace(plan, choices=ways[0], others=tuple(ways[1:])), listed[0], (*looked[1], *listed[1])
+
+
+def _classes(loop: Loop, truth: Callable[[Expr], Span]) -> Classes:
+    """Whether all of a loop's masks let something through, and whether it may contribute, as far as `truth` tells."""
+    certain, replaced = TRUE, dict[Expr, Expr]()
+    for test, kept in masks(loop.steps):
+        sure, _ = truth(test if kept else negate(test))
+        if loop.axis in free_axes(test) and sure is not FALSE:
+            replaced[test] = TRUE if kept else FALSE
+            certain = op("and", certain, sure, dtype="bool")
+    left_out = constants(loop.steps, lambda e: substitute(e, {}, replaced))
+    return Classes(certain if replaced else FALSE, truth(contribution(loop))[1], left_out)
 
 
 def _bounded(loop: Loop, tables: _Tables) -> Loop:
@@ -135,6 +205,25 @@ class _Known:
         self.axis, self.tables = axis, tables
         self.granules = Axis("t", -(-axis.extent // tables.granule))
 
+    def block(self, axis: Axis, condition: Expr) -> int:
+        """How many indices of the rows are looked at together: no fewer than a tile has, or as many as a block of them
+        of which `condition` takes the number."""
+        side = self.tables.sides[axis]
+        blocks = [n for n in _blocks(condition, axis) if MIN_BLOCK <= n and n & -n < side]
+        return min((n & -n for n in blocks), default=side)
+
+    def truth(self, condition: Expr, rows: Mapping[Axis, int]) -> Span:
+        """(certain, possible) of a condition over a granule and as many rows, of which a block has all or none."""
+        known: dict[Expr, Expr] = {}
+        for axis, side in {**rows, self.axis: self.tables.granule}.items():
+            for n in _blocks(condition, axis):
+                if n % side == 0:
+                    size = const(n, "i64")
+                    known[op("floordiv", index(axis), size, dtype="i64")] = op(
+                        "floordiv", self.ends(axis)[0], size, dtype="i64"
+                    )
+        return truth(substitute(condition, {}, known), self.span, self.parts)
+
     def parts(self, e: Expr) -> frozenset[Axis]:
         """The axes of the tile that `e` depends on."""
         return free_axes(e) & {self.axis, *self.tables.rows}
@@ -142,10 +231,11 @@ class _Known:
     def span(self, e: Expr) -> Span | None:
         """Least and greatest value of `e` where the tables or the ends of the tile tell; None elsewhere."""
         parts = self.parts(e)
-        if ref_names(e) or free_axes(e) - parts - self.tables.single:
-            return None
-        if not parts:
+        names = {n.name for a in self.tables.rows for n in self.ends(a) if isinstance(n, Ref)}
+        if not parts and free_axes(e) <= {*self.tables.single, self.granules} and ref_names(e) <= names:
             return None if is_float(e.dtype) and not isinstance(e, (Const, Load)) else (e, e)
+        if not parts or ref_names(e) or free_axes(e) - parts - self.tables.single:
+            return None
         if len(parts) > 1:
             return None
         (axis,) = parts
@@ -179,6 +269,12 @@ class _Known:
         return op(join[0], *low, dtype=e.dtype), op(join[1], *high, dtype=e.dtype)
 
 
+def _blocks(condition: Expr, axis: Axis) -> set[int]:
+    """By what an index of `axis` is divided in a condition."""
+    found = (n.args for n in walk(condition) if isinstance(n, Op) and n.name == "floordiv")
+    return {int(n.value) for i, n in found if i is index(axis) and isinstance(n, Const)}
+
+
 def _kinds(e: Expr) -> tuple[str, str]:
     return ("all", "any") if e.dtype == "bool" else ("min", "max")
 
@@ -192,6 +288,7 @@ class _Tables:
       made: the accumulators, by what they are of.
       rows: the grid axes of which a program takes a tile.
       single: those of which it takes one index.
+      sides: how many indices of its rows a program takes, at most.
       granule: how many indices are summarised together, the same for every axis.
       every: all granules of the longest axis.
       inside: the indices of one.
@@ -210,6 +307,7 @@ class _Tables:
         looped = max(loop.axis.extent for loop in plan.loops)
         # A program of the kernel takes all granules of its loop as one vector.
         self.granule = max(MIN_GRANULE, power_of_two(-(-looped // MAX_WHOLE)), power_of_two(max(sides, default=1)) // 2)
+        self.sides = {a: max(c.tile(a) or 1 for c in (plan.choices, *plan.others)) for a in self.rows}
         self.every = Axis("t", -(-longest // self.granule))
         self.inside = Axis("g", self.granule)
 

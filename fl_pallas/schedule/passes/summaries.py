@@ -1,7 +1,8 @@
 """Summaries that several kernels look at (the same padding, for queries and for keys) are found by one kernel.
 
 Before: `r0_k0_tiles` and `r0_k2_tiles` each store whether all of a granule's keys are seen. After: the first of them
-does, and both kernels read it there. A launch takes longer than what these compute.
+does, and both kernels read it there. A launch takes longer than what these compute. So it is with lists of what loops
+visit.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from ..expr import ref
 from ..plan import Accumulator, KernelPlan, operand_names
 from .rewritten import renamed
 
+# What a granule is summarised by.
+SUMMARIES = ("min", "max", "any", "all")
+
 
 def join_summaries(plans: Sequence[KernelPlan]) -> list[KernelPlan]:
     """Kernels in the order in which they run → the same, those that summarise the same granules as one, where the first
@@ -21,12 +25,16 @@ def join_summaries(plans: Sequence[KernelPlan]) -> list[KernelPlan]:
     made: list[KernelPlan] = []
     names: dict[str, str] = {}
     joined: dict[str, str] = {}
-    for plan in plans:
+    for plan in (renamed(plan, names, joined) for plan in plans):
         reads = {*operand_names(plan)}
+        same = next((other for other in made if plan.minor and _nameless(other) == _nameless(plan)), None)
         at = next((n for n, other in enumerate(made) if _are_alike(other, plan)), None)
+        if same is not None:
+            joined[plan.name] = same.name
+            names |= {b.name: a.name for a, b in zip(same.stores, plan.stores, strict=True)}
         # What is summarised may itself be made in between.
-        if at is None or any(s.name in reads for other in made[at:] for s in other.stores):
-            made.append(renamed(plan, names, joined))
+        elif at is None or any(s.name in reads for other in made[at:] for s in other.stores):
+            made.append(plan)
         else:
             joined[plan.name] = made[at].name
             made[at], known = _both(made[at], plan)
@@ -34,10 +42,19 @@ def join_summaries(plans: Sequence[KernelPlan]) -> list[KernelPlan]:
     return made
 
 
+def _nameless(plan: KernelPlan) -> KernelPlan:
+    """A plan without the names by which others know it."""
+    return replace(plan, name="", stores=tuple(replace(s, name="") for s in plan.stores))
+
+
 def _are_alike(a: KernelPlan, b: KernelPlan) -> bool:
-    """Whether two kernels summarise the same granules."""
+    """Whether two kernels summarise the same granules: all that their one loop finds, and nothing else, is stored."""
+    if not all(p.minor and len(p.loops) == 1 and len(p.loops[0].steps) == len(p.stores) for p in (a, b)):
+        return False
+    if not all(s.kind in SUMMARIES for p in (a, b) for s in p.loops[0].steps if isinstance(s, Accumulator)):
+        return False
     bare = [replace(p, name="", loops=tuple(replace(loop, steps=()) for loop in p.loops), stores=()) for p in (a, b)]
-    return a.minor and b.minor and bare[0] == bare[1]
+    return bare[0] == bare[1]
 
 
 def _both(a: KernelPlan, b: KernelPlan) -> tuple[KernelPlan, dict[str, str]]:
