@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from fl_pallas.capture.aten import to_aten
 from fl_pallas.schedule.expr import Axis, Expr, Index, Ref, index
 from fl_pallas.schedule.interior import interior_steps
 from fl_pallas.schedule.pipeline import Schedule, schedule
-from fl_pallas.schedule.plan import Accumulator, KernelPlan, Loop, Step, bounds_of
+from fl_pallas.schedule.plan import PLACE, Accumulator, KernelPlan, Loop, Step, bounds_of
 from fl_pallas.schedule.program import Program
 
 from .evaluate import _REDUCTIONS, Scope, _Evaluator, evaluate, storage
@@ -88,7 +88,7 @@ class PlanRun:
                 shape = tuple(a.extent for a in s.axes)
                 array = np.broadcast_to(array, shape).astype(storage(s.dtype))
                 out[s.name] = np.empty(s.shape, array.dtype)
-                out[s.name][tuple(TileEvaluator({}, {}).at(i, s.axes) for i in s.index)] = array
+                out[s.name][tuple(TileEvaluator(self.known, {}).at(i, s.axes) for i in s.index)] = array
         return out
 
     def _of(self, array: np.ndarray, axes: Sequence[Axis]) -> np.ndarray:
@@ -118,7 +118,8 @@ class PlanRun:
         side = self.side or self.plan.choices.tile(loop.axis)
         assert side
         runs = self._runs(loop, side, outer) if self.bounded or loop.parts is not None else None
-        inner = self.limits(loop)[2:] if self.bounded else ()
+        visits = self.visits(loop, outer) if self.bounded and loop.visits else None
+        inner = self.limits(loop)[2:4] if self.bounded and visits is None else ()
         now = self.initial(loop)
         for start in range(first, last, side):
             new = self._tile(loop.steps, loop.axis, {**outer}, now, start, min(last, start + side))
@@ -127,12 +128,22 @@ class PlanRun:
                 low, high = (x if x is not None else missing for x, missing in zip(inner, (0, last), strict=True))
                 within = (low <= start) & (start + side <= np.asarray(high))
                 new = {name: np.where(within, bare[name], x) for name, x in new.items()}
-            if runs is not None:
+            if visits is not None and loop.visits:
+                visited, whole = (x[start // loop.visits.granule] for x in visits)
+                bare = self._tile(interior_steps(loop), loop.axis, {**outer}, now, start, min(last, start + side))
+                new = {name: np.where(visited, np.where(whole, bare[name], x), now[name]) for name, x in new.items()}
+            elif runs is not None:
                 begin, end = self._own(loop, *runs)
                 here = (start // side >= begin) & (start // side < end)
                 new = {name: np.where(here, x, now[name]) for name, x in new.items()}
             now = new
-        if loop.settled and runs is not None and self.bounded:
+        if loop.settled and visits is not None and loop.visits:
+            settled = np.logical_and.reduce([now[name] >= least for name, least in loop.settled])
+            for start in range(first, last, side):
+                here = ~settled & ~visits[0][start // loop.visits.granule]
+                new = self._tile(loop.steps, loop.axis, {**outer}, now, start, min(last, start + side))
+                now = {name: np.where(here, x, now[name]) for name, x in new.items()}
+        elif loop.settled and runs is not None and self.bounded:
             begin, end = runs
             length = np.maximum(end - begin, 0)
             least, most = self._own(loop, np.array(0), -(-loop.axis.extent // side) - length)
@@ -154,15 +165,37 @@ class PlanRun:
             begin = np.clip(low, 0, loop.axis.extent) // side
         if high is not None:
             end = -(-np.clip(high, 0, loop.axis.extent) // side)
-        for name in loop.finite if self.bounded else ():
-            # Tiles, and not rows alone, do without bounds; for what is computed that is the same.
-            hold = np.isfinite(outer[name]) & (outer[name] != 0)
-            begin, end = np.where(hold, begin, 0), np.where(hold, end, -(-loop.axis.extent // side))
-        for load, least in loop.above if self.bounded else ():
-            found = TileEvaluator(self.known, {}, {loop.axis: (0, loop.axis.extent)}).at(load, (*self.scope, loop.axis))
-            hold = (np.isfinite(found) & (found >= least)).all()
+        if self.bounded:
+            hold = self._hold(loop, outer)
             begin, end = np.where(hold, begin, 0), np.where(hold, end, -(-loop.axis.extent // side))
         return begin, end
+
+    def _hold(self, loop: Loop, outer: Held) -> np.ndarray:
+        """Whether what a loop's bounds rest on is so. (Tiles, and not rows alone, do without bounds; for what is
+        computed that is the same.)"""
+        hold = np.array(True)
+        for name in loop.finite:
+            hold = hold & np.isfinite(outer[name]) & (outer[name] != 0)
+        for load, least in loop.above:
+            found = TileEvaluator(self.known, {}, {loop.axis: (0, loop.axis.extent)}).at(load, (*self.scope, loop.axis))
+            hold = hold & (np.isfinite(found) & (found >= least)).all()
+        return hold
+
+    def visits(self, loop: Loop, outer: Held) -> tuple[np.ndarray, np.ndarray]:
+        """Whether a loop visits a granule, and whether it does without masks there: by granule, over the scope."""
+        assert loop.visits is not None
+        at, whole, some = (loop.visits.at, loop.visits.whole, loop.visits.some)
+        every = -(-loop.axis.extent // loop.visits.granule)
+        found = np.zeros((2, every, *(a.extent for a in self.scope)), bool)
+        counts = [TileEvaluator(self.known, self._ends()).at(e, self.scope) for e in (some, whole)]
+        counts[0] = np.where(self._hold(loop, outer), counts[0], every)
+        for place in range(every):
+            held = {**self._ends(), PLACE: np.full([1] * len(self.scope), place)}
+            here = TileEvaluator(self.known, held).at(at, self.scope)
+            for granule in range(every):
+                for n, count in enumerate(counts):
+                    found[n, granule] |= (here == granule) & (place < count)
+        return found[0], found[1]
 
     def _own(self, loop: Loop, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of these tiles those of each program."""
@@ -194,6 +227,12 @@ class PlanRun:
 
     def limits(self, loop: Loop) -> tuple[np.ndarray | None, ...]:
         """The bounds of a loop and of its interior over the parallel axes, by the plan's grid tiles."""
+        ev = TileEvaluator(self.known, self._ends())
+        bounds = bounds_of(replace(loop, visits=None))
+        return tuple(None if e is None else ev.at(e, self.scope) for e in bounds)
+
+    def _ends(self) -> Held:
+        """The ends of the grid's tiles."""
         ends: Held = {}
         for n, axis in enumerate(self.scope):
             side = self.plan.choices.tile(axis) or 1
@@ -202,8 +241,7 @@ class PlanRun:
             first = (np.arange(axis.extent) // side * side).reshape(shape)
             ends[f"{axis.name}.first"] = first
             ends[f"{axis.name}.last"] = np.minimum(first + side, axis.extent) - 1
-        ev = TileEvaluator(self.known, ends)
-        return tuple(None if e is None else ev.at(e, self.scope) for e in bounds_of(loop))
+        return ends
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,9 @@ def _op_bounds(e: Op) -> Bounds:
     args = [bounds(a) for a in e.args]
     if e.name == "select":
         return (min(args[1][0], args[2][0]), max(args[1][1], args[2][1])) if args[1] and args[2] else None
+    if e.name in ("min", "max") and e.dtype != "bool" and any(args):
+        # One of the two is between these in any case: a loaded position that is clamped.
+        args = [a or RANGES["i64"] for a in args]
     if any(a is None for a in args):
         return (0, 1) if e.dtype == "bool" else None
     return combine_bounds(e.name, [a for a in args if a is not None], e.dtype)

@@ -295,7 +295,8 @@ def expressions(plan: KernelPlan) -> list[Expr]:
     for loop in plan.loops:
         out += [*dict(loop.above), *(e for e in bounds_of(loop) if e is not None)]
         out += [e for s in loop.steps for e in step_expressions(s)]
-    return out + [s.expr for s in plan.stores]
+    places = [i for s in plan.stores for i, _ in s.dims if loads(i)]
+    return out + [s.expr for s in plan.stores] + places
 
 
 def held_dtype(kind: str, update: Expr, compute: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..build import rewrite
 from ..expr import Expr, Load, load
-from ..plan import Accumulator, KernelPlan, Loop, Step, Visits, operand_names
+from ..plan import Accumulator, KernelPlan, Loop, Step, Store, Visits, operand_names
 
 
 def rewritten(plan: KernelPlan, rule: Callable[[Expr], Expr]) -> KernelPlan:
@@ -25,7 +25,10 @@ def rewritten(plan: KernelPlan, rule: Callable[[Expr], Expr]) -> KernelPlan:
     def of_pair(pair: tuple[Expr, Expr]) -> tuple[Expr, Expr]:
         return rewrite(pair[0], rule), rewrite(pair[1], rule)
 
-    stores = tuple(replace(s, expr=rewrite(s.expr, rule)) for s in plan.stores)
+    def of_store(s: Store) -> Store:
+        return replace(s, expr=rewrite(s.expr, rule), dims=tuple((rewrite(i, rule), n) for i, n in s.dims))
+
+    stores = tuple(map(of_store, plan.stores))
     return replace(plan, loops=tuple(map(of_loop, plan.loops)), stores=stores)
 
 

@@ -24,8 +24,8 @@ from .weigh import LAUNCH, cycles
 
 # Elements of a list, at most; and pairs of a row and an index that are looked at one by one.
 LARGEST, LOOKED_AT = 2**24, 2**33
-# Granules that a program of the kernels that make lists takes at once.
-TILE = 64
+# Granules, and runs, that a program of the kernels that make lists takes at once.
+TILE, RUN = 64, 16
 # To tell how many granules are visited: runs, rows of each, granules, and heads that are looked at.
 RUNS, ROWS, GRANULES, HEADS = 8, 8, 64, 2
 
@@ -164,8 +164,8 @@ def with_visits(
     loop: Loop, classes: Classes, granules: Granules, name: str, compute: str
 ) -> tuple[Loop, tuple[KernelPlan, ...]] | None:
     """The loop with visits, and the kernels that list them; None where the list would be large."""
-    key = _key(classes, granules)
-    singles, rows = granules.seen_by(key)
+    kind = _kind(classes)
+    singles, rows = granules.seen_by(kind)
     runs = [Axis(f"r{k}", -(-a.extent // n)) for k, (a, n) in enumerate(rows.items())]
     if math.prod(a.extent for a in (*singles, *runs, granules.every)) > LARGEST:
         return None
@@ -175,7 +175,7 @@ def with_visits(
         last = op("add", first, const(n - 1, "i64"), dtype="i64")
         ends[end_of(a, "first")] = first
         ends[end_of(a, "last")] = raw_op("min", (last, const(a.extent - 1, "i64")), "i64")
-    made = _listing(substitute(key, {}, ends), (*singles, *runs), granules.every, name, compute)
+    made = _listing(substitute(kind, {}, ends), (*singles, *runs), granules.every, name, compute)
     where = (*map(index, singles), *(_run_of(a, n) for a, n in rows.items()))
     visits = Visits(
         load(f"{name}_order", (*where, ref(PLACE, (), "i64")), "i32"),
@@ -187,42 +187,73 @@ def with_visits(
     return replace(loop, visits=visits, interior=Interior(None, None, classes.constants)), made
 
 
-def _key(classes: Classes, granules: Granules) -> Expr:
-    """What granules are sorted by: those without masks, others that may contribute, the rest; and by their number."""
-    every = const(granules.every.extent, "i64")
-    kind = select(classes.possible, every, op("add", every, every, dtype="i64"))
-    return op("add", select(classes.certain, const(0, "i64"), kind), index(granules.every), dtype="i64")
+def _kind(classes: Classes) -> Expr:
+    """Of a granule: 0 if no mask is needed, 1 if it may contribute, 2 if not."""
+    zero, one, two = (const(n, "i32") for n in range(3))
+    return select(classes.certain, zero, select(classes.possible, one, two))
 
 
 def _listing(
-    key: Expr, before: tuple[Axis, ...], granules: Axis, name: str, compute: str
+    kind: Expr, before: tuple[Axis, ...], granules: Axis, name: str, compute: str
 ) -> tuple[KernelPlan, KernelPlan, KernelPlan]:
-    """Three kernels: what each granule is sorted by, and how many are of a kind; its place; and what has each place."""
+    """Three kernels: the kinds of granules, and how many are of the first, and of the first two; the place of each; and
+    what has each place.
+
+    How many granules before one are of its kind, is a product of matrices.
+    """
     other, zero, one = Axis("u", granules.extent), const(0, "i32"), const(1, "i32")
-
-    def read(stored: str, axis: Axis) -> Expr:
-        return load(f"{name}_{stored}", (*map(index, before), index(axis)), "i32")
-
-    def counted(what: str, axes: tuple[Axis, ...], test: Expr, each: Expr = one) -> Accumulator:
-        return Accumulator(what, "sum", axes, select(test, each, zero), "i32", None)
-
-    def stored(s: Accumulator) -> Store:
-        return Store(f"{name}_{s.name}", s.axes, "i32", ref(s.name, s.axes, "i32"))
-
-    def kernel(what: str, along: Axis, steps: Sequence[Accumulator], *stores: Store) -> KernelPlan:
-        grid = steps[0].axes
-        tiles = Choices(tuple((a, TILE if a in (granules, along) else 1) for a in (*grid, along)))
-        loops = (Loop(along, tuple(steps)),)
-        return KernelPlan(f"{name}_{what}", grid, (), loops, (*map(stored, steps), *stores), compute, tiles, minor=True)
-
-    every = const(granules.extent, "i64")
-    ends = {"whole": every, "some": op("add", every, every, dtype="i64")}
-    counts = [counted(what, before, op("lt", key, end, dtype="bool")) for what, end in ends.items()]
     own = (*before, granules)
-    smaller = op("lt", read("key", other), read("key", granules), dtype="bool")
-    there = op("eq", read("place", other), index(granules), dtype="bool")
-    return (
-        kernel("keys", granules, counts, Store(f"{name}_key", own, "i32", cast(key, "i32"))),
-        kernel("places", other, [counted("place", own, smaller)]),
-        kernel("orders", other, [counted("order", own, there, cast(index(other), "i32"))]),
+
+    def read(stored: str, axes: Sequence[Axis]) -> Expr:
+        return load(f"{name}_{stored}", tuple(map(index, axes)), "i32")
+
+    def kernel(what: str, loops: Sequence[Loop], *stores: Store) -> KernelPlan:
+        grid = before if what == "kinds" else own
+        tiles = {a: RUN if a is before[-1] else 1 for a in before} | dict.fromkeys((granules, other), TILE)
+        used = (*grid, *(loop.axis for loop in loops))
+        choices = Choices(tuple((a, tiles[a]) for a in used))
+        return KernelPlan(f"{name}_{what}", grid, (), tuple(loops), stores, compute, choices, minor=True)
+
+    def store(what: str, axes: tuple[Axis, ...], e: Expr) -> Store:
+        return Store(f"{name}_{what}", axes, "i32", e)
+
+    def number(test: Expr) -> Expr:
+        return select(test, const(1.0, "bf16"), const(0.0, "bf16"))
+
+    def is_kind(e: Expr, n: int) -> Expr:
+        return op("eq", e, const(n, "i32"), dtype="bool")
+
+    counts = tuple(
+        Accumulator(what, "sum", before, select(op("lt", kind, const(n, "i32"), dtype="bool"), one, zero), "i32", None)
+        for what, n in (("whole", 1), ("some", 2))
     )
+    kinds = kernel(
+        "kinds",
+        [Loop(granules, counts)],
+        *(store(s.name, before, ref(s.name, before, "i32")) for s in counts),
+        store("kind", own, kind),
+    )
+    earlier = number(op("lt", index(other), index(granules), dtype="bool"))
+    is_there = [number(is_kind(read("kind", (*before, other)), n)) for n in range(2)]
+    alike = tuple(
+        Accumulator(f"n{n}", "sum", own, op("mul", there, earlier, dtype="f32"), "bf16", None)
+        for n, there in enumerate(is_there)
+    )
+    n0, n1 = (cast(ref(s.name, own, "f32"), "i32") for s in alike)
+    rest = op("sub", op("sub", cast(index(granules), "i32"), n0, dtype="i32"), n1, dtype="i32")
+    mine = read("kind", own)
+    places = select(
+        is_kind(mine, 0),
+        n0,
+        select(
+            is_kind(mine, 1),
+            op("add", read("whole", before), n1, dtype="i32"),
+            op("add", read("some", before), rest, dtype="i32"),
+        ),
+    )
+    # (Each place is one of these; that is said for those who ask.)
+    last = const(granules.extent - 1, "i64")
+    there = op("min", op("max", read("place", own), const(0, "i64"), dtype="i64"), last, dtype="i64")
+    dims = (*((index(a), a.extent) for a in before), (there, granules.extent))
+    order = Store(f"{name}_order", own, "i32", cast(index(granules), "i32"), dims)
+    return kinds, kernel("places", [Loop(other, alike)], store("place", own, places)), kernel("orders", [], order)
