@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
 from ..errors import Unsupported
-from ..schedule.plan import KernelPlan
+from ..schedule.plan import KernelPlan, made_once
 from .ahead import Calls, Together
 from .launch import DirectKernel, current_stream
 from .progress import progress
@@ -56,7 +56,8 @@ class RegionRunner:
         self._results = [place[n] for n in self.outputs]
         reads = [[place[n] for n in group] for group in names]
         self._steps = list(zip(kernels, reads, self._read_last(reads, plans), strict=True))
-        self._constant = self._of_nothing(reads, plans)
+        once = made_once(plans, self.outputs)
+        self._constant = frozenset(n for n, plan in enumerate(plans) if plan.name in once)
         self._read_on = {k for n, places in enumerate(reads) if n not in self._constant for k in places}
         self._kept: _Kept | None = None
         self._is_new = any(isinstance(kernel, DirectKernel) for kernel in kernels)
@@ -72,16 +73,6 @@ class RegionRunner:
             unread = [k for k in own if k not in last and k not in kept]
             dead.append([*(k for k in dict.fromkeys(reads[n]) if last[k] == n and k not in kept), *unread])
         return dead
-
-    def _of_nothing(self, reads: Sequence[Sequence[int]], plans: Sequence[KernelPlan]) -> frozenset[int]:
-        """The minor kernels that read no tensor, or what such kernels store alone, and store no result."""
-        found, known, made = set[int](), set[int](), len(self.operands)
-        for n, plan in enumerate(plans):
-            own = set(range(made, made := made + len(plan.stores)))
-            if plan.minor and known.issuperset(reads[n]) and own.isdisjoint(self._results):
-                found.add(n)
-                known |= own
-        return frozenset(found)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self._is_new:

@@ -45,7 +45,7 @@ ROWS = 64
 # stages (at 260 by a third).
 SHORT = 512
 # What is chosen, told or named does not make two kernels different.
-_UNBOUNDED: dict[str, Any] = {"lower": None, "upper": None, "interior": None}
+_UNBOUNDED: dict[str, Any] = {"lower": None, "upper": None, "interior": None, "visits": None}
 _FREE = {KernelPlan: ("name", "choices", "others", "notes"), Loop: ("guesses",), Store: ("name",)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 
@@ -80,6 +80,7 @@ class Visits:
       whole: how many granules masks let through whole.
       some: how many may contribute, those among them.
       every: how many there are.
+      part: of the granules between the loop's bounds, by an estimate.
     """
 
     at: Expr
@@ -87,6 +88,7 @@ class Visits:
     some: Expr
     every: Expr
     granule: int
+    part: float
 
 
 @dataclass(frozen=True)
@@ -287,6 +289,18 @@ def is_by_thread(plan: KernelPlan, loop: Loop) -> bool:
 def operand_names(plan: KernelPlan) -> tuple[str, ...]:
     """Names of the tensors a kernel reads, in the order its function takes them."""
     return tuple(dict.fromkeys(n.source for e in expressions(plan) for n in loads(e)))
+
+
+def made_once(plans: Sequence[KernelPlan], results: Collection[str]) -> frozenset[str]:
+    """The minor kernels, by name, that store the same at each call, and no result: they read nothing, or what such
+    kernels store."""
+    found, known = set[str](), set[str]()
+    for plan in plans:
+        own = {s.name for s in plan.stores}
+        if plan.minor and known.issuperset(operand_names(plan)) and own.isdisjoint(results):
+            found.add(plan.name)
+            known |= own
+    return frozenset(found)
 
 
 def expressions(plan: KernelPlan) -> list[Expr]:

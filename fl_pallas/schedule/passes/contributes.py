@@ -14,6 +14,7 @@ from ..build import FALSE, TRUE, negate, op
 from ..dtype import is_float
 from ..expr import Axis, Const, Expr, Load, Op, Reduce, Ref, children, const, free_axes, loads, ref_names, walk
 from ..plan import FLOOR, HIDDEN, LOWEST, Accumulator, Anchor, Loop
+from ..positions import is_of_positions
 from ..reach import FINITE, MOST, Reach, Reaches, reach
 from ..remember import remembered
 from .unseeing import perhaps_unseeing
@@ -156,11 +157,13 @@ def _selecting(e: Expr) -> list[Expr]:
     nodes = [*walk(e)]
     inside = frozenset(n.axis for n in nodes if isinstance(n, Reduce))
     tests = dict.fromkeys(n.args[0] for n in nodes if isinstance(n, Op) and n.name == "select")
-    return [t for t in tests if not free_axes(t) & inside and not any(map(_is_computed, walk(t)))]
+    return [
+        t for t in tests if not free_axes(t) & inside and (is_of_positions(t) or not any(map(_is_computed, walk(t))))
+    ]
 
 
 def _is_computed(e: Expr) -> bool:
-    return isinstance(e, (Ref, Reduce)) or is_float(e.dtype)
+    return isinstance(e, Ref) or isinstance(e, Reduce) and e.kind not in ("any", "all") or is_float(e.dtype)
 
 
 @remembered

@@ -56,7 +56,7 @@ def renamed(plan: KernelPlan, names: Mapping[str, str], kernels: Mapping[str, st
 
     def of_visits(v: Visits) -> Visits:
         at, whole, some, every = (rewrite(e, rule) for e in (v.at, v.whole, v.some, v.every))
-        return Visits(at, whole, some, every, v.granule)
+        return replace(v, at=at, whole=whole, some=some, every=every)
 
     made = rewritten(plan, rule)
     return replace(made, loops=tuple(map(of_loop, made.loops)), notes=notes)

@@ -126,10 +126,9 @@ def _visiting(
         )
     else:
         found = _classes(loop, lambda e: known.truth(e, rows))
-        inside = op("lt", known.ends(loop.axis)[1], const(loop.axis.extent, "i64"), dtype="bool")
-        found = replace(found, certain=op("and", found.certain, inside, dtype="bool"))
+        found = replace(found, certain=granules.are_whole(found.certain))
         looked = (found, ()) if may_have_gaps(found.possible, known.granules) else None
-    listed = looked and with_visits(loop, looked[0], granules, name, plan.compute)
+    listed = looked and with_visits(loop, looked[0], granules, part, name, plan.compute)
     if not looked or not listed:
         return plan, None, ()
     return replace(plan, choices=ways[0], others=tuple(ways[1:])), listed[0], (*looked[1], *listed[1])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ..build import substitute
 from ..dtype import is_float, itemsize
 from ..expr import Const, Expr, Op, Reduce, const, free_axes, loads, ref, ref_names, walk
-from ..plan import KernelPlan, Loop
+from ..plan import KernelPlan, Loop, made_once
 from ..program import Program, Value
 from ..target import Target
 from .region import Region, Rejected
@@ -32,7 +32,8 @@ def slower(program: Program, region: Region, plans: Sequence[KernelPlan], target
     members = [v for m in region.members if not (v := program.by_name[m]).is_view]
     stored = sum(nbytes(v) for v in members if v.name not in region.outputs)
     without = sum(_cycles(program, v, target) for v in members)
-    ours = sum(cycles(plan, target) * _visited(plan) for plan in plans)
+    once = made_once(plans, region.outputs)
+    ours = sum(cycles(plan, target) * _visited(plan) for plan in plans if plan.name not in once)
     if stored > target.room or ours < TIMES * without or ours - without < COST:
         return None
     large = max(members, key=lambda v: v.numel)
@@ -42,8 +43,8 @@ def slower(program: Program, region: Region, plans: Sequence[KernelPlan], target
 
 def _visited(plan: KernelPlan) -> float:
     """The part of its loops that a kernel goes through, where positions alone bound them (one side of a diagonal; of a
-    table of distances, those that a sequence has): of some programs, spread over the grid."""
-    shares = [_share(plan, loop) for loop in plan.loops]
+    table of distances, those that a sequence has), or lists: of some programs, spread over the grid."""
+    shares = [_share(plan, loop) * (loop.visits.part if loop.visits else 1) for loop in plan.loops]
     return sum(shares) / len(shares) if shares else 1.0
 
 

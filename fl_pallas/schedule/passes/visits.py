@@ -49,6 +49,13 @@ class Granules:
     rows: Mapping[Axis, int]
     singles: Sequence[Axis]
 
+    def are_whole(self, certain: Expr) -> Expr:
+        """Whether something is certain of a granule, and that lies inside of the axis whole."""
+        end = op(
+            "mul", op("add", index(self.every), const(1, "i64"), dtype="i64"), const(self.granule, "i64"), dtype="i64"
+        )
+        return op("and", certain, op("le", end, const(self.axis.extent, "i64"), dtype="bool"), dtype="bool")
+
     def seen_by(self, e: Expr) -> tuple[list[Axis], dict[Axis, int]]:
         """The single axes that an expression depends on, and the rows, by their index or the ends of their tiles."""
         own, names = free_axes(e), ref_names(e)
@@ -157,13 +164,14 @@ def looked_at(
     looking = KernelPlan(f"{name}_looks", grid, (), (), stores, compute, tiles, minor=True)
     where = (*map(index, singles), *(_run_of(a, n) for a, n in rows.items()), index(granules.every))
     certain, possible = (load(s.name, where, "bool") for s in stores)
-    return Classes(certain, possible, classes.constants), (looking,)
+    return Classes(granules.are_whole(certain), possible, classes.constants), (looking,)
 
 
 def with_visits(
-    loop: Loop, classes: Classes, granules: Granules, name: str, compute: str
+    loop: Loop, classes: Classes, granules: Granules, part: float, name: str, compute: str
 ) -> tuple[Loop, tuple[KernelPlan, ...]] | None:
-    """The loop with visits, and the kernels that list them; None where the list would be large."""
+    """The loop with visits, of this part of the granules, and the kernels that list them; None where the list would be
+    large."""
     kind = _kind(classes)
     singles, rows = granules.seen_by(kind)
     runs = [Axis(f"r{k}", -(-a.extent // n)) for k, (a, n) in enumerate(rows.items())]
@@ -183,6 +191,7 @@ def with_visits(
         load(f"{name}_some", where, "i32"),
         const(granules.every.extent, "i64"),
         granules.granule,
+        part,
     )
     return replace(loop, visits=visits, interior=Interior(None, None, classes.constants)), made
 
