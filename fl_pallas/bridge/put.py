@@ -41,22 +41,27 @@ def by_sums(table: dict[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any
 def _put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
     if not accumulate:
         return NotImplemented
-    at = _first_dimensions(indices)
-    size, rest = math.prod(x.shape[: len(at)]), x.shape[len(at) :]
-    if not at or size * math.prod(torch.broadcast_shapes(*(i.shape for i in at))) * math.prod(rest) > MOST:
+    lead, at = _neighbours(indices)
+    before, size = x.shape[:lead], math.prod(x.shape[lead : lead + len(at)])
+    rest = x.shape[lead + len(at) :]
+    places = torch.broadcast_shapes(*(i.shape for i in at))
+    if not at or x.numel() * math.prod(places) > MOST:
         return torch.ops.fl_pallas.put_sum.default(x, indices, values)
     place = torch.zeros((), dtype=torch.int64, device=x.device)
-    for i, n in zip(at, x.shape):
+    for i, n in zip(at, x.shape[lead:]):
         place = place * n + torch.where(i < 0, i + n, i)
-    values = values.expand(*place.shape, *rest).reshape(1, place.numel(), -1)
+    values = values.expand(*before, *places, *rest).reshape(math.prod(before), 1, place.numel(), -1)
     is_there = place.reshape(-1, 1) == torch.arange(size, device=x.device).reshape(-1, 1, 1)
     wide = torch.float32 if x.dtype.is_floating_point and x.dtype.itemsize < 4 else x.dtype
-    sums = torch.where(is_there, values.to(wide), 0).sum(1, dtype=wide)
+    sums = torch.where(is_there, values.to(wide), 0).sum(2, dtype=wide)
     return (x + sums.reshape(x.shape)).to(x.dtype)
 
 
-def _first_dimensions(indices: Sequence[Tensor | None]) -> list[Tensor]:
-    """The indices of a tensor's first dimensions; none if there are of other ones, or masks."""
-    given = [i for i in indices if i is not None]
-    are_first = all(i is not None for i in indices[: len(given)])
-    return given if are_first and all(i.dtype in (torch.int64, torch.int32) for i in given) else []
+def _neighbours(indices: Sequence[Tensor | None]) -> tuple[int, list[Tensor]]:
+    """How many dimensions come before those that are indexed, and the indices of these; none of them if they do not lie
+    side by side, or there are masks."""
+    given = [d for d, i in enumerate(indices) if i is not None]
+    at = [i for i in indices if i is not None]
+    whole = all(i.dtype in (torch.int64, torch.int32) for i in at)
+    beside = bool(given) and given[-1] - given[0] + 1 == len(given)
+    return (given[0], at) if whole and beside else (0, [])

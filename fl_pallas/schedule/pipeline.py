@@ -50,6 +50,7 @@ from .passes.share import lend, loading, share
 from .passes.skip_tiles import skip_tiles
 from .passes.split_loop import split_loop
 from .passes.split_sums import split_sums
+from .passes.stored_masks import store_masks
 from .passes.stream import parallel_axes, stream
 from .passes.strength import by_element, without_divisions
 from .passes.summaries import join_summaries
@@ -180,7 +181,8 @@ def _scheduled(
         regions.append(region)
         _record_each(record, "cut", made.parts)
         shapes |= made.shapes
-        plans = store_multiplied(into_prologues(made.plans, region.outputs), f"r{n}_l")
+        plans = store_masks(made.plans, f"r{n}_m", shapes, target)
+        plans = store_multiplied(into_prologues(plans, region.outputs), f"r{n}_l")
         plans = lay_out_results(plans, region.outputs)
         plans = in_parts(plans, shapes | {s.name: s.shape for plan in plans for s in plan.stores})
         check_comparisons(plans)

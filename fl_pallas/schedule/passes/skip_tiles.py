@@ -35,13 +35,12 @@ from ..expr import (
 from ..inner import MAX_WHOLE, power_of_two
 from ..interior import constants, interior_steps
 from ..plan import Accumulator, Choices, Interior, KernelPlan, Loop, Store, bounds_of, operand_names, stored_in
-from ..positions import is_of_positions
-from ..spans import UNKNOWN, Span, truth
+from ..spans import Span, truth
 from ..target import HOPPER, Target
 from ..text import expr_text
 from .bound_loops import masks, narrowed
 from .contributes import ASSUMING, contribution
-from .visits import Classes, Granules, looked_at, may_have_gaps, part_visited, pays, with_visits
+from .visits import Classes, Granules, apart, looked_at, may_have_gaps, part_visited, pays, with_visits
 
 # Below this extent a loop has too few tiles to pay for a kernel that looks at the masks' data, unless there are many
 # such loops: at the second extent, with so many scores in all.
@@ -102,48 +101,59 @@ def _visiting(
         return plan, None, ()
     for assuming in ASSUMING:
         about = assuming(loop, tables.rows)
-        loop = about if may_have_gaps(contribution(about), loop.axis) else loop
+        loop = about if may_have_gaps(contribution(about), loop.axis, tables.rows) else loop
     condition = contribution(loop)
-    if not may_have_gaps(condition, loop.axis):
+    if not may_have_gaps(condition, loop.axis, tables.rows):
         return plan, None, ()
-    by_positions = is_of_positions(condition)
     known = _Known(loop.axis, tables)
-    rows = {a: tables.sides[a] if by_positions else known.block(a, condition) for a in plan.grid if a in tables.rows}
-    granules = Granules(
-        loop.axis, tables.granule, known.granules, rows, tuple(a for a in plan.grid if a in tables.single)
-    )
+    by_positions = apart(condition)[0]
+    looks = may_have_gaps(by_positions, loop.axis, tables.rows)
+    rows = {a: known.block(a, condition) for a in plan.grid if a in tables.rows}
+    singles = tuple(a for a in plan.grid if a in tables.single)
+    granules = Granules(loop.axis, tables.granule, known.granules, rows, singles)
 
     def fits(c: Choices) -> bool:
         return (c.tile(loop.axis) or 1) <= tables.granule and all((c.tile(a) or 1) <= n for a, n in rows.items())
 
     ways = [c for c in (plan.choices, *plan.others) if fits(c)]
-    part = part_visited(loop, condition, granules) if by_positions else UNKNOWN_PART
+    part = part_visited(loop, by_positions, granules) if looks else UNKNOWN_PART
     if not ways or part > MOST or not pays(plan, part, target):
         return plan, None, ()
-    if by_positions:
-        looked = looked_at(
-            _classes(loop, lambda e: (e, e) if is_of_positions(e) else UNKNOWN), granules, name, plan.compute
-        )
-    else:
-        found = _classes(loop, lambda e: known.truth(e, rows))
-        found = replace(found, certain=granules.are_whole(found.certain))
-        looked = (found, ()) if may_have_gaps(found.possible, known.granules) else None
-    listed = looked and with_visits(loop, looked[0], granules, part, name, plan.compute)
-    if not looked or not listed:
+    found = _classes(loop, lambda e: known.truth(e, rows))
+    looking: tuple[KernelPlan, ...] = ()
+    if looks:
+        # What positions tell, pair by pair; and what data does, by the ends of what it holds.
+        exact = _classes(loop, lambda e: (e, e), lambda e: apart(e)[0])
+        rest = _classes(loop, lambda e: known.truth(e, rows), lambda e: apart(e)[1])
+        looked = looked_at(exact, granules, name, plan.compute)
+        if looked is not None:
+            seen, looking = looked
+            possible = op("and", seen.possible, rest.possible, dtype="bool")
+            certain = op("and", seen.certain, rest.certain, dtype="bool")
+            found = Classes(certain, possible, rest.constants)
+    if not looking and not may_have_gaps(found.possible, known.granules, tables.rows):
         return plan, None, ()
-    return replace(plan, choices=ways[0], others=tuple(ways[1:])), listed[0], (*looked[1], *listed[1])
+    found = replace(found, certain=granules.are_whole(found.certain))
+    listed = with_visits(loop, found, granules, part, name, plan.compute)
+    if listed is None:
+        return plan, None, ()
+    return replace(plan, choices=ways[0], others=tuple(ways[1:])), listed[0], (*looking, *listed[1])
 
 
-def _classes(loop: Loop, truth: Callable[[Expr], Span]) -> Classes:
-    """Whether all of a loop's masks let something through, and whether it may contribute, as far as `truth` tells."""
+def _classes(loop: Loop, truth: Callable[[Expr], Span], of: Callable[[Expr], Expr] = lambda e: e) -> Classes:
+    """Whether all of a loop's masks let something through, and whether it may contribute, as far as `truth` tells.
+
+    Args:
+      of: the part of a condition that is asked.
+    """
     certain, replaced = TRUE, dict[Expr, Expr]()
     for test, kept in masks(loop.steps):
-        sure, _ = truth(test if kept else negate(test))
+        sure, _ = truth(of(test if kept else negate(test)))
         if loop.axis in free_axes(test) and sure is not FALSE:
             replaced[test] = TRUE if kept else FALSE
             certain = op("and", certain, sure, dtype="bool")
     left_out = constants(loop.steps, lambda e: substitute(e, {}, replaced))
-    return Classes(certain if replaced else FALSE, truth(contribution(loop))[1], left_out)
+    return Classes(certain if replaced else FALSE, truth(of(contribution(loop)))[1], left_out)
 
 
 def _bounded(loop: Loop, tables: _Tables) -> Loop:

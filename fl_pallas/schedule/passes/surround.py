@@ -68,7 +68,9 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
             fits = False
         elif reductions(v.expr) and is_picked_often(program, v, readers):
             fits = False
-        elif not two_sided and _is_made_over(program, v, computed[v.name]):
+        elif (
+            not two_sided and (not cols or is_of_positions(program, v)) and _is_made_over(program, v, computed[v.name])
+        ):
             fits = False
         elif two_sided or (expands and (not reductions(v.expr) or len(v.reads) == 1)) or _is_distance(program, v):
             fits = (

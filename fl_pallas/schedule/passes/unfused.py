@@ -33,7 +33,7 @@ def slower(program: Program, region: Region, plans: Sequence[KernelPlan], target
     stored = sum(nbytes(v) for v in members if v.name not in region.outputs)
     without = sum(_cycles(program, v, target) for v in members)
     once = made_once(plans, region.outputs)
-    ours = sum(cycles(plan, target) * _visited(plan) for plan in plans if plan.name not in once)
+    ours = sum(cycles(plan, target) * visited(plan) for plan in plans if plan.name not in once)
     if stored > target.room or ours < TIMES * without or ours - without < COST:
         return None
     large = max(members, key=lambda v: v.numel)
@@ -41,7 +41,7 @@ def slower(program: Program, region: Region, plans: Sequence[KernelPlan], target
     return Rejected(large, large, why, nbytes(large))
 
 
-def _visited(plan: KernelPlan) -> float:
+def visited(plan: KernelPlan) -> float:
     """The part of its loops that a kernel goes through, where positions alone bound them (one side of a diagonal; of a
     table of distances, those that a sequence has), or lists: of some programs, spread over the grid."""
     shares = [_share(plan, loop) * (loop.visits.part if loop.visits else 1) for loop in plan.loops]

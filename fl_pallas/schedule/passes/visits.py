@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..build import cast, op, reduce_over, select, substitute
+from ..build import TRUE, cast, op, reduce_over, select, substitute
 from ..expr import Axis, Const, Expr, Load, Op, Reduce, const, free_axes, index, load, raw_op, ref, ref_names, walk
 from ..plan import PLACE, Accumulator, Choices, Interior, KernelPlan, Loop, Store, Visits
-from ..positions import at_positions
+from ..positions import at_positions, is_of_positions
 from ..target import Target
 from .weigh import LAUNCH, cycles
 
@@ -78,11 +78,32 @@ class Classes:
     constants: tuple[tuple[Expr, Expr], ...]
 
 
-def may_have_gaps(condition: Expr, axis: Axis) -> bool:
-    """Whether a condition on indices of a loop's axis is no conjunction of comparisons, which hold between two ends."""
+def may_have_gaps(condition: Expr, axis: Axis, rows: Collection[Axis]) -> bool:
+    """Whether a condition on indices of a loop's axis is no conjunction of comparisons, which hold between two ends.
+
+    Args:
+      rows: the axes of which a program takes a tile, of whose indices or ends the condition may be.
+    """
     nodes = [n for n in walk(condition) if axis in free_axes(n)]
-    by_pairs = (isinstance(n, Load) and len(free_axes(n)) > 1 and n.dtype == "bool" for n in nodes)
+    paired = [n for n in nodes if isinstance(n, Load) and n.dtype == "bool"]
+    by_pairs = (not free_axes(n).isdisjoint(rows) or bool(ref_names(n)) for n in paired)
     return any(by_pairs) or any(isinstance(n, Reduce) or isinstance(n, Op) and n.name in ("or", "mod") for n in nodes)
+
+
+def apart(condition: Expr) -> tuple[Expr, Expr]:
+    """What joins to a condition by `and`: that of positions alone, and the rest."""
+    found = [TRUE, TRUE]
+    for e in _conjuncts(condition):
+        n = 0 if is_of_positions(e) else 1
+        found[n] = op("and", found[n], e, dtype="bool")
+    return found[0], found[1]
+
+
+def _conjuncts(e: Expr) -> Iterator[Expr]:
+    if isinstance(e, Op) and e.name == "and":
+        yield from (c for a in e.args for c in _conjuncts(a))
+    else:
+        yield e
 
 
 def pays(plan: KernelPlan, part: float, target: Target) -> bool:
