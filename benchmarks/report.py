@@ -21,6 +21,7 @@ from benchmarks.ratios import PASSES, geometric_mean, over_ours  # noqa: E402
 from benchmarks.rivals import RIVALS  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "performance.json"
+GAPS = ROOT / "benchmarks" / "results" / "gaps.json"
 LAYERS = ROOT / "benchmarks" / "results" / "layers.json"
 DOCS = ROOT / "docs"
 # Written by hand: of bars that are missed, what limits them and what was tried; and what was found on the way.
@@ -100,6 +101,8 @@ def text(data: dict[str, Any], figures: Sequence[str] = ()) -> str:
             parts += [f"## {TITLES[group]}", *_group(group, cells, data["runs"])]
     if LAYERS.exists():
         parts += ["## Layers of other people's packages", *_layers(json.loads(LAYERS.read_text()))]
+    if GAPS.exists():
+        parts += ["## Masks with gaps", *_gaps(json.loads(GAPS.read_text()))]
     problems = list(_problems(data["cells"]))
     if problems:
         parts += ["## What did not run", "\n".join(table(("cell", "who", "why"), problems))]
@@ -268,6 +271,25 @@ def _layers(data: dict[str, Any]) -> Iterator[str]:
     ]
     if failed:
         yield "\n".join(table(("layer", "what did not run"), failed))
+
+
+def _gaps(data: dict[str, Any]) -> Iterator[str]:
+    """What gaps.py measured."""
+    seq = data["rows"][0]["seq"]
+    on = ", ".join(f"{k} {data['machine'][k]}" for k in ("gpu", "torch", "jax", "triton", "commit"))
+    yield (
+        f"By `python benchmarks/gaps.py`: {seq} tokens, 16 heads of 64 features, bfloat16; kernels' time in ms by the "
+        "profiler, in brackets FlexAttention's over ours, its mask made beforehand. Errors are of 2048 tokens, of "
+        f"outputs and gradients together. {on}."
+    )
+    rows = []
+    for r in data["rows"]:
+        pairs = ((r[f"flex_{which}_ms"], r[f"ours_{which}_ms"]) for which in ("forward", "both"))
+        cells = [cell for theirs, ours in pairs for cell in (number(ours), _against(theirs, ours))]
+        errors = (f"{r[f'{who}_error']:.1e}" for who in ("ours", "flex", "eager"))
+        rows.append([r["mask"], f"{r['visited']:.0%}", *cells, number(r["flex_mask_ms"]), *errors])
+    head = ("mask", "visited by FlexAttention", "forward", "FlexAttention", "both", "FlexAttention", "its mask")
+    yield "\n".join(table((*head, "error", "FlexAttention's", "eager's"), rows))
 
 
 def _against(theirs: float, ours: float) -> str:

@@ -1,8 +1,9 @@
 """What a number can be, where a condition is known to hold: its least and greatest value, and whether it may be NaN.
 
 As for masks that are read off an expression (`passes/contributes.py`), loaded data is taken to be finite, and so is
-what is computed of finite numbers: an infinity is one that is written down, -inf of a mask. A running or final value
-(`Ref`) may be anything, unless it is known to be finite.
+what is computed of finite numbers: an infinity is one that is written down, -inf of a mask. A product of two vectors is
+taken to be less than 2^120 at that, so that scores to which a mask adds the least number of a type (-2^128) are masked.
+A running or final value (`Ref`) may be anything, unless it is known to be finite.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from .expr import Const, Expr, Index, Load, Op, Reduce, Ref, Size, children, wal
 from .remember import remembered
 
 MOST = sys.float_info.max
+# The most that products of two vectors come to.
+SCORE = 2.0**120
 # What is smaller may be 0 where it is computed, in 32 bits; and how far a rounded number may be off.
 LEAST, ROUNDING = 1e-30, 2.0**-6
 
@@ -107,7 +110,8 @@ class Reaches:
             return body
         if e.kind == "sum" and body.is_finite:
             # A sum of what has one sign has it too.
-            return Reach(min(body.low, 0.0) and -MOST, max(body.high, 0.0) and MOST)
+            most = SCORE if _is_of_vectors(e.body) else MOST
+            return Reach(min(body.low, 0.0) and -most, max(body.high, 0.0) and most)
         return _unknown(body)
 
     def _computed(self, e: Op) -> Reach:
@@ -128,6 +132,13 @@ class Reaches:
         if rule is not None:
             return rule(*args)
         return _unknown(*args)
+
+
+def _is_of_vectors(e: Expr) -> bool:
+    """Whether `e` is a product of what is loaded."""
+    if isinstance(e, Op) and e.name in ("mul", "cast", "neg"):
+        return all(map(_is_of_vectors, e.args))
+    return isinstance(e, Load) or isinstance(e, Const) and abs(e.value) <= 1
 
 
 @remembered

@@ -266,3 +266,19 @@ def test_what_is_small_may_be_zero_where_it_is_computed() -> None:
         weight = o("exp", select(causal, n(value), score))
         found = reach(o("lt", n(0.0), weight), causal, True, lambda _: None)
         assert found.low == decided and found.high == (value > -1000)
+
+
+def test_the_least_number_that_is_added_hides_scores(device: torch.device) -> None:
+    """An additive mask, of which some rows see nothing: those are means over all keys."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        at = torch.arange(S, device=q.device)
+        hidden = (at[None] > at[:, None]) | (at[None] < 9)
+        bias = torch.zeros(S, S, dtype=q.dtype, device=q.device).masked_fill(hidden, torch.finfo(q.dtype).min)
+        return (q @ k.mT / 4 + bias).softmax(-1) @ v
+
+    given = [torch.randn(1, 2, S, 16, device=device) for _ in range(3)]
+    loops = [loop for k in explain(fn, *given).kernels for loop in k.loops]
+    assert any(loop.upper is not None and loop.settled for loop in loops)
+    run_and_check(fn, fl.compile(fn), given, name="added")
+    check_gradients(fn, fl.compile(fn), given, name="added")

@@ -39,7 +39,7 @@ def about_settled(loop: Loop, _: frozenset[Axis]) -> Loop:
             masked = (
                 reach(s.update, t, outcome, lambda _: None) for t in _selecting(s.update) for outcome in (True, False)
             )
-            hidden = [r.low for r in masked if r.is_only(r.low) and -math.inf < r.low <= HIDDEN]
+            hidden = [r.high for r in masked if not r.nan and -math.inf < r.high <= HIDDEN]
             least |= {s.name: max(hidden) / 2} if hidden else {}
     about = replace(loop, settled=tuple(least.items()))
     return about if least and contribution(about) is not contribution(loop) else loop
@@ -58,9 +58,10 @@ def about_above(loop: Loop, tiled: frozenset[Axis]) -> Loop:
     seeing = replace(loop, above=tuple((n, least) for n in nodes if n in unseeing))
     if contribution(seeing) is contribution(loop):
         seeing = loop
-    # Not what would have to be looked at for each tile of the grid anew.
+    # Not what would have to be looked at all along the axis for each tile of the grid anew.
     given = (n for n in nodes if isinstance(n, Load) and is_float(n.dtype) and n not in unseeing)
-    asked = tuple((n, least) for n in given if is_hidden and not free_axes(n) & (tiled - {loop.axis}))
+    own = (n for n in given if loop.axis not in free_axes(n) or not free_axes(n) & (tiled - {loop.axis}))
+    asked = tuple((n, least) for n in own if is_hidden)
     # Most often all of them together tell nothing.
     if contribution(replace(seeing, above=(*seeing.above, *asked))) is contribution(seeing):
         return seeing
