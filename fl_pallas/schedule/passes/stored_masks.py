@@ -51,11 +51,13 @@ class _Found:
 
     Attributes:
       axes: of the grid, then the loop's.
+      issued: instructions for an element.
       again: how many elements all programs tell.
     """
 
     mask: Expr
     axes: tuple[Axis, ...]
+    issued: float
     again: float
 
 
@@ -77,7 +79,7 @@ def store_masks(
     while found:
         first, alike = found[0], [f for f in found if renaming(f.mask, found[0].mask) is not None]
         found = [f for f in found if f not in alike]
-        size, each = volume(first.axes), _issued(first.mask)
+        size, each = volume(first.axes), first.issued
         saved = sum(f.again for f in alike) * (each - READ) / ISSUED / target.processors
         own = size * each / ISSUED / target.processors + 2 * size / MOVED + LAUNCH
         made_by = {n.source for n in loads(first.mask)} & {s.name for plan in plans for s in plan.stores}
@@ -91,41 +93,43 @@ def _costly_of(plan: KernelPlan) -> Iterator[_Found]:
     """The masks of a kernel's loops that take more than a load."""
     for loop in plan.loops:
         updates = [s.update for s in loop.steps if isinstance(s, Accumulator)]
+        wide = frozenset((*(a for a in plan.grid if (plan.choices.tile(a) or 1) > 1), loop.axis))
         times, _ = evaluated(plan, updates, loop.axis)
-        for e in dict.fromkeys(m for u in updates for m in _masks(u, plan, loop)):
+        for e in dict.fromkeys(m for u in updates for m in _masks(u, plan, loop, wide)):
             axes = tuple(a for a in (*plan.grid, loop.axis) if a in free_axes(e))
             again = times.get(e, volume(axes)) * visited(plan)
-            yield _Found(e, axes, again)
+            yield _Found(e, axes, _issued(e, wide), again)
 
 
-def _masks(e: Expr, plan: KernelPlan, loop: Loop) -> Iterator[Expr]:
+def _masks(e: Expr, plan: KernelPlan, loop: Loop, wide: frozenset[Axis]) -> Iterator[Expr]:
     """Conditions on a loop's index and a row, which nothing that the kernel computes takes part in, and that take more
     than a load; of those that conditions join, the one that does."""
     stack, seen = [e], {e}
-    wide = {a for a in plan.grid if (plan.choices.tile(a) or 1) > 1}
     while stack:
         n = stack.pop()
         own = free_axes(n)
         given = n.dtype == "bool" and own <= {*plan.grid, loop.axis} and not ref_names(n)
         given = given and all(r.kind in ("any", "all") for r in reductions(n))
-        if given and loop.axis in own and own & wide and not isinstance(n, Load):
-            costly = [c for c in children(n) if c.dtype == "bool" and _issued(c) > READ]
+        if given and loop.axis in own and len(own & wide) > 1 and not isinstance(n, Load):
+            costly = [c for c in children(n) if c.dtype == "bool" and _issued(c, wide) > READ]
             if isinstance(n, Op) and n.name in ("and", "or", "not") and len(costly) == 1:
                 stack += costly
-            elif _issued(n) > READ:
+            elif _issued(n, wide) > READ:
                 yield n
         elif not isinstance(n, Load):
             stack += {*children(n)} - seen
             seen |= {*children(n)}
 
 
-def _issued(mask: Expr) -> float:
-    """Instructions for an element of a mask: of what is told of a row or of an index alone, none."""
-    pair = len(free_axes(mask))
+def _issued(mask: Expr, wide: frozenset[Axis]) -> float:
+    """Instructions for an element of a mask: of what is told of a row or of an index alone, none.
+
+    Args:
+      wide: the axes of which a tile has more than one index.
+    """
 
     def cost(e: Expr, known: set[Expr]) -> float:
-        # What has fewer axes than the mask is the same for many of its elements.
-        if e in known or len(free_axes(e)) < min(pair, 2) or isinstance(e, Const):
+        if e in known or len(free_axes(e) & wide) < 2:
             return 0
         known.add(e)
         if isinstance(e, Reduce):
