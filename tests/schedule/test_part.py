@@ -13,6 +13,7 @@ from fl_pallas.explain import Graph
 from fl_pallas.schedule.expr import reductions
 from fl_pallas.schedule.plan import Accumulator, KernelPlan
 from tests.corpus.science import evoformer_row
+from tests.oracle import check_gradients, run_and_check
 from tests.unrun import explain, unrun
 
 
@@ -107,3 +108,35 @@ def test_results_joined_apart_are_right(length: int, monkeypatch: pytest.MonkeyP
     exact = weights_subtracted(*(t.double() for t in inputs))
     eager = weights_subtracted(*inputs).double()
     assert (ours - exact).norm() <= 1.5 * (eager - exact).norm()
+
+
+def with_a_loss_of_rows(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention, and how far the mean of its heads' weights is from an indexer's, which has heads of its own."""
+    at = torch.arange(q.shape[-2], device=q.device)
+    index = torch.relu(a @ b.mT[:, None]).sum(1).float().masked_fill(at[:, None] < at, float("-inf"))
+    picked = torch.zeros(index.shape, dtype=torch.bool, device=q.device).scatter(-1, index.topk(9, -1).indices, True)
+    seen = picked & (at[:, None] >= at)
+    weights = (q @ k.mT / 8).masked_fill(~seen[:, None], float("-inf")).softmax(-1)
+    target = weights.detach().float().mean(1)
+    log = index.masked_fill(~seen, float("-inf")).log_softmax(-1).masked_fill(~seen, 0)
+    return weights @ v, (torch.xlogy(target, target) - target * log).sum(-1)
+
+
+def indexed(length: int, dtype: torch.dtype) -> list[Tensor]:
+    tensors = [torch.randn(2, 8, length, 64, dtype=dtype) for _ in range(3)]
+    return [*tensors, torch.randn(2, 4, length, 32, dtype=dtype), torch.randn(2, length, 32, dtype=dtype)]
+
+
+def test_what_heads_share_is_no_head_s() -> None:
+    """A kernel of each head would sum up the indexer's rows for each head."""
+    for kernel in (k for graph in passes(with_a_loss_of_rows, indexed(1024, torch.bfloat16)) for k in graph.kernels):
+        heads = {a for a in kernel.grid if a.extent == 8 and kernel.choices.tile(a) == 1}
+        parts = {loop.parts for loop in kernel.loops}
+        if kernel.loops and not any(a in parts for a in heads):
+            assert all(heads <= {*s.axes} for s in kernel.stores), kernel.name
+
+
+def test_what_heads_share_is_right(device: torch.device) -> None:
+    inputs = [t.to(device) for t in indexed(70, torch.float32)]
+    run_and_check(with_a_loss_of_rows, fl.compile(with_a_loss_of_rows), inputs)
+    check_gradients(with_a_loss_of_rows, fl.compile(with_a_loss_of_rows), inputs)

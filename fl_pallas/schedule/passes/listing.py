@@ -139,9 +139,9 @@ def with_visits(
 
 
 def _kind(classes: Classes) -> Expr:
-    """Of a granule: 0 if no mask is needed, 1 if it may contribute, 2 if not."""
+    """Of a granule: 0 if it may contribute and no mask is needed, 1 if it may contribute, 2 if not."""
     zero, one, two = (const(n, "i32") for n in range(3))
-    return select(classes.certain, zero, select(classes.possible, one, two))
+    return select(classes.possible, select(classes.certain, zero, one), two)
 
 
 def _listing(

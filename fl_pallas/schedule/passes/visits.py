@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..build import FALSE, TRUE, negate, op, substitute
-from ..expr import Axis, Const, Expr, Load, Op, Reduce, const, free_axes, ref_names, walk
+from ..expr import Axis, Const, Expr, Load, Op, Reduce, const, free_axes, loads, ref_names, walk
 from ..interior import constants
 from ..plan import Choices, KernelPlan, Loop
 from ..positions import at_positions, is_of_positions
@@ -76,7 +76,7 @@ def visiting(
             possible = op("and", seen.possible, rest.possible, dtype="bool")
             certain = op("and", seen.certain, rest.certain, dtype="bool")
             found = Classes(certain, possible, rest.constants)
-    if not looking and not may_have_gaps(found.possible, known.granules, tables.rows):
+    if not looking and not (loads(found.possible) and may_have_gaps(found.possible, known.granules, tables.rows)):
         return None
     found = replace(found, certain=granules.are_whole(found.certain))
     listed = with_visits(loop, found, granules, part, name, plan.compute)
