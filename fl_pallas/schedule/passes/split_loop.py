@@ -88,12 +88,14 @@ def number_of_parts(plan: KernelPlan, target: Target) -> int:
     if programs >= target.processors or extent < (MIN_EXTENT_OF_HALF if half else MIN_EXTENT):
         return 1
     tiles = dict(plan.choices.tiles)
-    rows = math.prod(n for a, n in tiles.items() if a in plan.grid and a not in plan.features)
+    # Rows that a part writes once more: not those of what is stored at each step.
+    summed = {a for s in plan.loops[0].steps for a in s.axes} - {*plan.features}
+    rows = math.prod(n for a, n in tiles.items() if a in summed)
     length = MIN_HEAVY_PART if few and _is_heavy(plan) else max(MIN_PART, MIN_PART_PER_ROW * rows)
     uneven = any(loads(bound) for bound in bounds_of(plan.loops[0]) if bound is not None)
     waves = UNEVEN_WAVES if uneven else WAVES
     wanted = min(waves * target.processors // max(1, programs), extent // length)
-    if few and extent >= MIN_EXTENT:
+    if few and (extent >= MIN_EXTENT or stored_in(plan.loops[0], plan.stores)):
         shorter = extent // max(MIN_PART, MIN_PART_PER_ROW_OF_FEW * rows)
         wanted = max(wanted, min(target.processors // max(1, programs), shorter))
     return 1 << max(0, wanted.bit_length() - 1)
