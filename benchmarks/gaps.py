@@ -136,7 +136,9 @@ def main() -> None:
     device = torch.device("cuda")
     rows = []
     for name in args.masks:
-        rows.append(measured(name, args.seq, device) | errors(name, device))
+        found = measured(name, args.seq, device)
+        print(json.dumps(found), flush=True)
+        rows.append(found | errors(name, device))
         print(json.dumps(rows[-1]), flush=True)
         args.out.write_text(json.dumps({"machine": machine(device, args.commit), "rows": rows}, indent=1))
 
