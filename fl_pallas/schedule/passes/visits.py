@@ -11,11 +11,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from ..build import FALSE, TRUE, negate, op, substitute
-from ..expr import Axis, Const, Expr, Load, Op, Reduce, const, free_axes, loads, ref_names, walk
+from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, const, free_axes, loads, ref_names, walk
 from ..interior import constants
 from ..plan import Choices, KernelPlan, Loop
 from ..positions import at_positions, is_of_positions
@@ -25,7 +26,7 @@ from .bound_loops import masks
 from .contributes import ASSUMING, contribution
 from .listing import Classes, Granules, end_of, looked_at, with_visits
 from .summarised import Known, Tables
-from .weigh import LAUNCH, cycles
+from .weigh import LAUNCH, MOVED, cycles, volume
 
 # The part of the granules above which a loop goes through all of them; and what is taken for it where data decides.
 MOST, UNKNOWN_PART = 0.75, 0.5
@@ -51,8 +52,9 @@ def visiting(
     if not may_have_gaps(condition, loop.axis, tables.rows) or not free_axes(condition) <= known_of:
         return None
     known = Known(loop.axis, tables)
-    by_positions = _apart(condition)[0]
-    looks = may_have_gaps(by_positions, loop.axis, tables.rows)
+    apart = partial(_apart, axis=loop.axis, rows=tables.rows)
+    by_pairs = apart(condition)[0]
+    looks = may_have_gaps(by_pairs, loop.axis, tables.rows)
     rows = {a: known.block(a, condition) for a in plan.grid if a in tables.rows}
     singles = tuple(a for a in plan.grid if a in tables.single)
     granules = Granules(loop.axis, tables.granule, known.granules, rows, singles)
@@ -61,15 +63,17 @@ def visiting(
         return (c.tile(loop.axis) or 1) <= tables.granule and all((c.tile(a) or 1) <= n for a, n in rows.items())
 
     ways = [c for c in (plan.choices, *plan.others) if fits(c)]
-    part = _part_visited(loop, by_positions, granules) if looks else UNKNOWN_PART
-    if not ways or part > MOST or not _pays(plan, part, target):
+    of_positions = is_of_positions(by_pairs)
+    part = _part_visited(loop, by_pairs, granules) if looks and of_positions else UNKNOWN_PART
+    read = 0 if of_positions else volume(free_axes(by_pairs)) / MOVED
+    if not ways or part > MOST or (1 - part) * cycles(plan, target) < 3 * LAUNCH + read:
         return None
     found = _classes(loop, lambda e: known.truth(e, rows))
     looking: tuple[KernelPlan, ...] = ()
     if looks:
-        # What positions tell, pair by pair; and what data does, by the ends of what it holds.
-        exact = _classes(loop, lambda e: (e, e), lambda e: _apart(e)[0])
-        rest = _classes(loop, lambda e: known.truth(e, rows), lambda e: _apart(e)[1])
+        # What positions and given masks tell, pair by pair; and what other data does, by the ends of what it holds.
+        exact = _classes(loop, lambda e: (e, e), lambda e: apart(e)[0])
+        rest = _classes(loop, lambda e: known.truth(e, rows), lambda e: apart(e)[1])
         looked = looked_at(exact, granules, name, plan.compute)
         if looked is not None:
             seen, looking = looked
@@ -113,13 +117,21 @@ def may_have_gaps(condition: Expr, axis: Axis, rows: Collection[Axis]) -> bool:
     return any(by_pairs) or any(isinstance(n, Reduce) or isinstance(n, Op) and n.name in ("or", "mod") for n in nodes)
 
 
-def _apart(condition: Expr) -> tuple[Expr, Expr]:
-    """What joins to a condition by `and`: that of positions alone, and the rest."""
+def _apart(condition: Expr, axis: Axis, rows: Collection[Axis]) -> tuple[Expr, Expr]:
+    """What joins to a condition by `and`: that of positions, and of masks that are given for each pair of a row and an
+    index of the axis; and the rest."""
     found = [TRUE, TRUE]
     for e in _conjuncts(condition):
-        n = 0 if is_of_positions(e) else 1
+        given: dict[Expr, Expr] = {n: TRUE for n in loads(e) if n.dtype == "bool" and _is_of_pairs(n, axis, rows)}
+        n = 0 if is_of_positions(substitute(e, {}, given)) else 1
         found[n] = op("and", found[n], e, dtype="bool")
     return found[0], found[1]
+
+
+def _is_of_pairs(n: Load, axis: Axis, rows: Collection[Axis]) -> bool:
+    """Whether a tensor is read by an index of the axis and by a row: by neither's block."""
+    plain = {i.axis for i in n.index if isinstance(i, Index)}
+    return axis in plain and not plain.isdisjoint(rows)
 
 
 def _conjuncts(e: Expr) -> Iterator[Expr]:
@@ -127,11 +139,6 @@ def _conjuncts(e: Expr) -> Iterator[Expr]:
         yield from (c for a in e.args for c in _conjuncts(a))
     else:
         yield e
-
-
-def _pays(plan: KernelPlan, part: float, target: Target) -> bool:
-    """Whether going through this part of the granules saves more than three small kernels take."""
-    return (1 - part) * cycles(plan, target) > 3 * LAUNCH
 
 
 def _part_visited(loop: Loop, condition: Expr, granules: Granules) -> float:
