@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -57,6 +58,12 @@ def chosen(n: int = LENGTH) -> Tensor:
     return (torch.rand(2, blocks, blocks) < 0.2) | torch.eye(blocks, dtype=torch.bool)
 
 
+def seen_by_each(n: int = LENGTH) -> Tensor:
+    """Of two heads, documents; the first rows of the second see nothing."""
+    i, j = torch.arange(n)[:, None], torch.arange(n)
+    return torch.stack([(i // 170 == j // 170) & (j <= i), (i // 90 == j // 90) & (j > 20)])
+
+
 PATTERNS: dict[str, tuple[Mask, Callable[[], tuple[Tensor, ...]]]] = {
     "sinks and a window": (lambda i, j: (j <= i) & ((j < 4) | (i - j < 70)), tuple),
     "strides": (lambda i, j: (j <= i) & ((i - j < 50) | (j % 256 >= 200)), tuple),
@@ -69,6 +76,8 @@ PATTERNS: dict[str, tuple[Mask, Callable[[], tuple[Tensor, ...]]]] = {
     ),
     "picked blocks": (lambda i, j, p: (p[:, i // 64] == (j // 64)[:, None]).any(-1) & (j <= i), lambda: (picked(),)),
     "a table of blocks": (lambda i, j, t: t[:, i // 64, j // 64], lambda: (chosen(),)),
+    "a mask that is given": (lambda i, j, m: m, lambda: (seen_by_each(),)),
+    "a mask that is given, and a window": (lambda i, j, m: m & (i - j < 200), lambda: (seen_by_each(),)),
     "documents, and what all see": (
         lambda i, j, doc, seen: (j <= i) & ((doc[i] == doc[j]) | seen[j]),
         lambda: (torch.arange(LENGTH) // 130, torch.arange(LENGTH) == 3),
@@ -196,3 +205,17 @@ def test_lists_of_positions_are_made_once(monkeypatch: pytest.MonkeyPatch, devic
     assert len({id(r) for r in runners}) == 1
     (runner, *_) = runners
     assert runner._kept is not None and len(runner._kept.tables) == len(runner._steps) - 1
+
+
+def test_a_mask_that_sdpa_is_given(device: torch.device) -> None:
+    """Rows that see nothing are 0; all three kernels go through lists."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    q, k, v, mask = (*(torch.randn(1, 2, LENGTH, 16) for _ in range(3)), seen_by_each())
+    inputs = tuple(t.to(device) for t in (q, k, v, mask))
+    graphs = explain(fn, *(t.clone().requires_grad_(t.is_floating_point()) for t in inputs)).graphs
+    assert sum(bool(loop.visits) for g in graphs for k in g.kernels for loop in k.loops) == 3
+    run_and_check(fn, fl.compile(fn), inputs)
+    check_gradients(fn, fl.compile(fn), inputs)

@@ -9,9 +9,9 @@ arXiv 2412.05496, section 4; a user makes it, from a mask that is given apart. T
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 
 import numpy as np
 
@@ -135,10 +135,21 @@ def _is_of_pairs(n: Load, axis: Axis, rows: Collection[Axis]) -> bool:
 
 
 def _conjuncts(e: Expr) -> Iterator[Expr]:
+    """What a condition joins by `and`, and what both sides of an `or` so join."""
     if isinstance(e, Op) and e.name == "and":
         yield from (c for a in e.args for c in _conjuncts(a))
+    elif isinstance(e, Op) and e.name == "or":
+        left, right = ([*_conjuncts(a)] for a in e.args)
+        common = [c for c in left if c in right]
+        yield from common
+        yield op("or", *(_all(c for c in side if c not in common) for side in (left, right)), dtype="bool")
     else:
         yield e
+
+
+def _all(conditions: Iterable[Expr]) -> Expr:
+    """That all of some conditions hold."""
+    return reduce(lambda a, b: op("and", a, b, dtype="bool"), conditions, TRUE)
 
 
 def _part_visited(loop: Loop, condition: Expr, granules: Granules) -> float:
