@@ -67,9 +67,13 @@ def covering(plan: KernelPlan) -> list[Choices]:
 def cycles(plan: KernelPlan, target: Target, once: bool = False) -> float:
     """Cycles of a kernel under the scheduler's pick, no tile skipped: instructions and matrix products in turn.
 
+    Summaries and lists of tiles take few beside their launch.
+
     Args:
       once: whether to count as if no element were computed again.
     """
+    if plan.minor:
+        return LAUNCH
     return _cycles(replace(plan, name="", others=(), notes=()), target, once)
 
 
