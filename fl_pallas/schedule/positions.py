@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
@@ -30,10 +30,11 @@ _REDUCTIONS: dict[str, Callable[..., Array]] = {
 MAX_REDUCED = 64
 
 
-def is_of_positions(e: Expr) -> bool:
-    """Whether `at_positions` knows all that `e` is made of."""
+def is_of_positions(e: Expr, given: Collection[Expr] = ()) -> bool:
+    """Whether `at_positions` knows all that `e` is made of, but for what is given."""
     return all(
         isinstance(n, (Const, Index))
+        or n in given
         or isinstance(n, Reduce) and n.kind in _REDUCTIONS and n.axis.extent <= MAX_REDUCED
         or isinstance(n, Op) and (n.name in _ONE or n.name in _TWO or n.name in ("select", "cast"))
         for n in walk(e)

@@ -110,7 +110,10 @@ def contributes(
         unseeing = perhaps_unseeing(update) - {e for e, _ in about if isinstance(e, Load)}
         condition = _unless(update, identity, finite, unseeing)
         return _where_masked(condition, update, (identity, floor), finite, about, unseeing)
-    return {"any": update, "all": negate(update)}.get(kind, TRUE)
+    if kind in ("any", "all"):
+        condition, nothing = (update, 0.0) if kind == "any" else (negate(update), 1.0)
+        return _where_masked(condition, update, (nothing, nothing), finite, about, frozenset())
+    return TRUE
 
 
 @remembered

@@ -122,8 +122,8 @@ def _apart(condition: Expr, axis: Axis, rows: Collection[Axis]) -> tuple[Expr, E
     index of the axis; and the rest."""
     found = [TRUE, TRUE]
     for e in _conjuncts(condition):
-        given: dict[Expr, Expr] = {n: TRUE for n in loads(e) if n.dtype == "bool" and _is_of_pairs(n, axis, rows)}
-        n = 0 if is_of_positions(substitute(e, {}, given)) else 1
+        given = {n for n in loads(e) if n.dtype == "bool" and _is_of_pairs(n, axis, rows)}
+        n = 0 if is_of_positions(e, given) else 1
         found[n] = op("and", found[n], e, dtype="bool")
     return found[0], found[1]
 
