@@ -144,8 +144,9 @@ class Loops:
         """What sums are taken about: more than the maxima of a loop's first indices, so that there is room on both
         sides; 0 where those say nothing of others, for a mask hides them."""
         ev, side = self.ev, self.plan.choices.tile(loop.axis) or 1
-        first, _ = self._own(loop, *self._bounds(loop, side))
-        if loop.visits is not None:
+        if loop.visits is None:
+            first, _ = self._own(loop, *self._bounds(loop, side))
+        else:
             first = self._visited(loop.visits, side, jnp.int32(0))
         first = jnp.minimum(first, self.ev.tiles(loop.axis, side) - jnp.int32(1))
         above = ABOVE if _multiplies_in(loop, "bf16") else 0.0

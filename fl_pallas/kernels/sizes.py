@@ -30,7 +30,7 @@ from ..schedule.expr import (
 )
 from ..schedule.inner import MAX_WHOLE, power_of_two
 from ..schedule.integer import MAX_SIZE
-from ..schedule.plan import Choices, KernelPlan, Loop, Store, held_whole, operand_names
+from ..schedule.plan import Choices, KernelPlan, Loop, Store, Visits, held_whole, operand_names
 from .triton import TensorSpec, output_specs
 
 # Sizes that hold a stride are given in units that Triton may rely on, elements; the widest load has 16 of them.
@@ -46,7 +46,7 @@ ROWS = 64
 SHORT = 512
 # What is chosen, told or named does not make two kernels different.
 _UNBOUNDED: dict[str, Any] = {"lower": None, "upper": None, "interior": None, "visits": None}
-_FREE = {KernelPlan: ("name", "choices", "others", "notes"), Loop: ("guesses",), Store: ("name",)}
+_FREE = {KernelPlan: ("name", "choices", "others", "notes"), Loop: ("guesses",), Store: ("name",), Visits: ("part",)}
 
 
 class Mismatch(Exception):

@@ -10,11 +10,11 @@ from torch import Tensor
 
 import fl_pallas as fl
 from fl_pallas.schedule.passes import stored_masks, unfused
+from tests.masked import Mask, attention
 from tests.oracle import check_gradients, run_and_check
 from tests.unrun import explain
 
 LENGTH = 150
-Mask = Callable[..., Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -22,16 +22,6 @@ def masks_of_short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_masks, "LAUNCH", 0)
     monkeypatch.setattr(stored_masks, "CLEARLY", 1)
     monkeypatch.setattr(unfused, "COST", float("inf"))
-
-
-def attention(mask: Mask, hidden: float = float("-inf")) -> Callable[..., Tensor]:
-    def fn(q: Tensor, k: Tensor, v: Tensor, *data: Tensor) -> Tensor:
-        i = torch.arange(q.shape[-2], device=q.device)[:, None]
-        j = torch.arange(k.shape[-2], device=k.device)
-        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-        return scores.masked_fill(~mask(i, j, *data), hidden).softmax(-1) @ v
-
-    return fn
 
 
 def best() -> Tensor:

@@ -17,13 +17,13 @@ import fl_pallas as fl
 from fl_pallas.bridge.splice import RegionRunner
 from fl_pallas.schedule.passes import skip_tiles, unfused, visits
 from fl_pallas.schedule.text import plan_text
+from tests.masked import Mask, attention
 from tests.oracle import check_gradients, run_and_check
 from tests.plan_evaluate import captured
 from tests.unrun import explain
 
 LENGTH = 600
 GRANULE = 64
-Mask = Callable[..., Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -31,18 +31,6 @@ def lists_for_short_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skip_tiles, "MIN_EXTENT", 256)
     monkeypatch.setattr(visits, "LAUNCH", 0)
     monkeypatch.setattr(unfused, "COST", float("inf"))
-
-
-def attention(mask: Mask, hidden: float = float("-inf")) -> Callable[..., Tensor]:
-    """Softmax attention; `mask(i, j, *data)` gives [i, j], or that of each head."""
-
-    def fn(q: Tensor, k: Tensor, v: Tensor, *data: Tensor) -> Tensor:
-        i = torch.arange(q.shape[-2], device=q.device)[:, None]
-        j = torch.arange(k.shape[-2], device=k.device)
-        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
-        return scores.masked_fill(~mask(i, j, *data), hidden).softmax(-1) @ v
-
-    return fn
 
 
 def picked(n: int = LENGTH, count: int = 2) -> Tensor:
