@@ -7,7 +7,6 @@ arithmetic. On an H200, rows of 64 and of 256 that take the same time at first a
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,6 +20,9 @@ FINALISTS, NEAR = 4, 1.15
 # Milliseconds until the clock has settled, and for how long a kernel is then launched to take its time. Shorter ones
 # than LEAST do not bring a GPU to its limit.
 SETTLED, TIMED, LEAST = 80.0, 40.0, 0.1
+# How often each is timed, in turn: the least counts, for what else runs on the GPU and on the host makes times longer
+# only, and for a while. Beside six processes, medians of each by itself found choices that took twice as long.
+ROUNDS = 5
 
 
 def fastest(launches: Sequence[Launch]) -> int:
@@ -29,7 +31,7 @@ def fastest(launches: Sequence[Launch]) -> int:
     The clock under load decides, for attention runs in the midst of other work, which heats the GPU as well; among
     those that are level there, full clock.
     """
-    alone = dict(enumerate(map(milliseconds, launches)))
+    alone = dict(enumerate(milliseconds(launches)))
     first, *others = sorted(alone, key=alone.__getitem__)
     near = [n for n in others[: FINALISTS - 1] if alone[n] <= NEAR * alone[first]]
     level = {*alone}
@@ -42,23 +44,25 @@ def fastest(launches: Sequence[Launch]) -> int:
 
 def level(launches: Sequence[Launch], within: float) -> list[int]:
     """Indices of the launches that take at most `within` times the least time on the current device, at full clock."""
-    alone = [*map(milliseconds, launches)]
+    alone = milliseconds(launches)
     return [n for n, ms in enumerate(alone) if ms <= within * min(alone)]
 
 
-def milliseconds(launch: Launch) -> float:
-    """Median time of a launch on the current device and stream."""
-    launch()
+def milliseconds(launches: Sequence[Launch]) -> list[float]:
+    """The least time of each launch on the current device and stream, of ROUNDS."""
+    for launch in launches:
+        launch()
     # Short kernels are launched several times between two events, or the launches would be timed.
-    repeat = max(1, min(20, int(0.5 / max(_mean(launch, 1), 1e-3))))
-    return statistics.median(_mean(launch, repeat) for _ in range(5))
+    repeats = [max(1, min(20, int(0.5 / max(_mean(launch, 1), 1e-3)))) for launch in launches]
+    rounds = [[*map(_mean, launches, repeats)] for _ in range(ROUNDS)]
+    return [*map(min, zip(*rounds, strict=True))]
 
 
 def _under_load(launch: Launch, alone: float) -> float:
     """Time of a launch, milliseconds, after as many others as let the clock settle; `alone` is its time without."""
     for _ in range(math.ceil(SETTLED / alone)):
         launch()
-    return _mean(launch, math.ceil(TIMED / alone))
+    return min(_mean(launch, math.ceil(TIMED / ROUNDS / alone)) for _ in range(ROUNDS))
 
 
 def _mean(launch: Launch, times: int) -> float:
