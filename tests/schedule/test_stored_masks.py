@@ -72,3 +72,12 @@ def test_what_a_load_would_not_beat(mask: Mask) -> None:
     """Comparisons of positions, and what is told of rows alone."""
     kernels = explain(attention(mask), *inputs_of("powers, and a sink", torch.float32, torch.device("cpu"))).kernels
     assert not any(s.name.startswith("r0_m") for k in kernels for s in k.stores)
+
+
+def test_where_data_bounds_the_loop() -> None:
+    """A batch whose documents bound its loops tells the same mask as others do."""
+    powers = PATTERNS["powers, and a sink"][0]
+    fn = attention(lambda i, j, d: powers(i, j) & (d[:, None, :, None] == d[:, None, None, :]))
+    documents = torch.arange(8 * 1024).view(8, -1) // 300
+    *_, last = explain(fn, *(torch.randn(8, 1, 1024, 16) for _ in range(3)), documents).kernels
+    assert any("is told once, by r0_m0" in note for note in last.notes)

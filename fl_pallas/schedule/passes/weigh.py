@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ..dtype import is_float, itemsize
-from ..expr import Axis, Expr, Load, Op, Reduce, children, free_axes, loads, reductions
+from ..expr import Axis, Expr, Index, Load, Op, Reduce, children, free_axes, loads, reductions
 from ..inner import (
     Sheared,
     as_product,
@@ -221,14 +221,22 @@ def _wide(plan: KernelPlan, axes: Iterable[Axis]) -> frozenset[Axis]:
 def _programs(plan: KernelPlan, axes: frozenset[Axis]) -> int:
     """How many programs evaluate the same element of something over these axes, for they differ in others.
 
-    Those that differ in one index that bounds a loop go through other tiles (each place of a table, where it is read).
+    Those that differ in one index that bounds a loop go through other tiles (each place of a table, where it is read);
+    where data bounds it that has the index, of a head, they may go through the same.
     """
     tiles, shared = dict(plan.choices.tiles), {loop.parts for loop in plan.loops}
     for loop in plan.loops:
-        bounding = {a for bound in bounds_of(loop) if bound is not None for a in free_axes(bound)}
+        bounding = {a for bound in bounds_of(loop) if bound is not None for a in _compared(bound)}
         shared |= {a for a in bounding if tiles.get(a, a.extent) == 1}
     others = (a for a in plan.grid if a not in axes and a not in shared)
     return math.prod(-(-a.extent // tiles.get(a, a.extent)) for a in others)
+
+
+def _compared(e: Expr) -> set[Axis]:
+    """The axes whose indices an expression is of, apart from where it loads."""
+    if isinstance(e, Index):
+        return {e.axis}
+    return set() if isinstance(e, Load) else set[Axis]().union(*map(_compared, children(e)))
 
 
 def volume(axes: Iterable[Axis]) -> int:
