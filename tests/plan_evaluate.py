@@ -181,12 +181,12 @@ class PlanRun:
             hold = hold & (np.isfinite(found) & (found >= least)).all()
         return hold
 
-    def visits(self, loop: Loop, outer: Held) -> tuple[np.ndarray, np.ndarray]:
+    def visits(self, loop: Loop, outer: Held) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Whether a loop visits a granule, and whether it does without masks there: by granule, over the scope."""
         assert loop.visits is not None
         at, whole, some = (loop.visits.at, loop.visits.whole, loop.visits.some)
         every = -(-loop.axis.extent // loop.visits.granule)
-        found = np.zeros((2, every, *(a.extent for a in self.scope)), bool)
+        found = [[np.array(False)] * every for _ in range(2)]
         counts = [TileEvaluator(self.known, self._ends()).at(e, self.scope) for e in (some, whole)]
         counts[0] = np.where(self._hold(loop, outer), counts[0], every)
         for place in range(every):
@@ -194,7 +194,7 @@ class PlanRun:
             here = TileEvaluator(self.known, held).at(at, self.scope)
             for granule in range(every):
                 for n, count in enumerate(counts):
-                    found[n, granule] |= (here == granule) & (place < count)
+                    found[n][granule] = found[n][granule] | (here == granule) & (place < count)
         return found[0], found[1]
 
     def _own(self, loop: Loop, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -46,7 +46,12 @@ ROWS = 64
 SHORT = 512
 # What is chosen, told or named does not make two kernels different.
 _UNBOUNDED: dict[str, Any] = {"lower": None, "upper": None, "interior": None, "visits": None}
-_FREE = {KernelPlan: ("name", "choices", "others", "notes"), Loop: ("guesses",), Store: ("name",), Visits: ("part",)}
+_FREE = {
+    KernelPlan: ("name", "choices", "others", "notes"),
+    Loop: ("guesses",),
+    Store: ("name",),
+    Visits: ("part", "long"),
+}
 
 
 class Mismatch(Exception):

@@ -34,6 +34,7 @@ from .passes.in_parts import in_parts
 from .passes.interchange import interchange
 from .passes.itself import itself
 from .passes.lay_out import lay_out, lay_out_results
+from .passes.long_lists import share_out_long
 from .passes.look_up import look_up
 from .passes.masked_sides import mask_sides
 from .passes.of_positions import of_positions
@@ -185,6 +186,7 @@ def _scheduled(
         plans = store_multiplied(into_prologues(plans, region.outputs), f"r{n}_l")
         plans = lay_out_results(plans, region.outputs)
         plans = in_parts(plans, shapes | {s.name: s.shape for plan in plans for s in plan.stores})
+        plans = [part for plan in plans for part in share_out_long(plan, target)]
         check_comparisons(plans)
         for plan in plans:
             if verify:

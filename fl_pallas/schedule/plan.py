@@ -71,6 +71,23 @@ PLACE = "place"
 
 
 @dataclass(frozen=True)
+class Long:
+    """A few runs of rows whose lists are far longer than others': a program for each ends long after all others.
+
+    Attributes:
+      rows: the axis of the grid whose runs these are.
+      side: how many rows a run has.
+      runs: how many of the longest lists are shared out, of each of the axes that lists have besides.
+      parts: to how many programs each.
+    """
+
+    rows: Axis
+    side: int
+    runs: int
+    parts: int
+
+
+@dataclass(frozen=True)
 class Visits:
     """The order in which a loop goes through its axis, `granule` indices at a time: first the granules that all masks
     let through whole, then others that may contribute, then the rest. It goes through the first two.
@@ -81,6 +98,7 @@ class Visits:
       some: how many may contribute, those among them.
       every: how many there are.
       part: of the granules between the loop's bounds, by an estimate.
+      long: lists that had better be shared out, by an estimate, as long as none is.
     """
 
     at: Expr
@@ -89,6 +107,7 @@ class Visits:
     every: Expr
     granule: int
     part: float
+    long: Long | None = None
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def end_of(axis: Axis, end: str) -> Expr:
     return ref(f"{axis.name}.{end}", (), "i64")
 
 
-def _run_of(axis: Axis, side: int) -> Expr:
+def run_of(axis: Axis, side: int) -> Expr:
     """The run that a tile's rows lie in."""
     return op("floordiv", end_of(axis, "first"), const(side, "i64"), dtype="i64")
 
@@ -104,7 +104,7 @@ def looked_at(
     )
     tiles = Choices(tuple((a, 1) for a in grid))
     looking = KernelPlan(f"{name}_looks", grid, (), (), stores, compute, tiles, minor=True)
-    where = (*map(index, singles), *(_run_of(a, n) for a, n in rows.items()), index(granules.every))
+    where = (*map(index, singles), *(run_of(a, n) for a, n in rows.items()), index(granules.every))
     certain, possible = (load(s.name, where, "bool") for s in stores)
     return Classes(granules.are_whole(certain), possible, classes.constants), (looking,)
 
@@ -126,7 +126,7 @@ def with_visits(
         ends[end_of(a, "first")] = first
         ends[end_of(a, "last")] = raw_op("min", (last, const(a.extent - 1, "i64")), "i64")
     made = _listing(substitute(kind, {}, ends), (*singles, *runs), granules.every, name, compute)
-    where = (*map(index, singles), *(_run_of(a, n) for a, n in rows.items()))
+    where = (*map(index, singles), *(run_of(a, n) for a, n in rows.items()))
     visits = Visits(
         load(f"{name}_order", (*where, ref(PLACE, (), "i64")), "i32"),
         load(f"{name}_whole", where, "i32"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..build import op, rewrite
 from ..expr import Expr, Ref, ref
-from ..plan import Accumulator, Step, held_dtype
+from ..plan import Accumulator, Anchor, Step, held_dtype
 from .split_reductions import COMBINE
 
 _OLD = ".old"
@@ -49,3 +50,10 @@ def part_of(acc: Accumulator, part: Callable[[Ref], Expr], compute: str) -> Expr
         return n
 
     return rewrite(own, rule)
+
+
+def folded(step: Step, part: Callable[[Ref], Expr], compute: str) -> Step:
+    """A step of a loop over parts, for one of a loop: acc = correct(acc.old) ⊕ correct(part of acc)."""
+    if isinstance(step, Anchor):
+        return step
+    return replace(step, update=part_of(step, part, compute), dtype=held_type(step, compute))

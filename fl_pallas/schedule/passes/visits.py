@@ -25,6 +25,7 @@ from ..target import Target
 from .bound_loops import masks
 from .contributes import ASSUMING, contribution
 from .listing import Classes, Granules, end_of, looked_at, with_visits
+from .long_lists import long_lists
 from .summarised import Known, Tables
 from .weigh import LAUNCH, MOVED, cycles, volume
 
@@ -86,7 +87,11 @@ def visiting(
     listed = with_visits(loop, found, granules, part, name, plan.compute)
     if listed is None:
         return None
-    return replace(plan, choices=ways[0], others=tuple(ways[1:])), listed[0], (*looking, *listed[1])
+    plan = replace(plan, choices=ways[0], others=tuple(ways[1:]))
+    visits = listed[0].visits
+    if visits is not None and looks and of_positions:
+        visits = replace(visits, long=long_lists(plan, loop, by_pairs, granules, target))
+    return plan, replace(listed[0], visits=visits), (*looking, *listed[1])
 
 
 def _classes(loop: Loop, truth: Callable[[Expr], Span], of: Callable[[Expr], Expr] = lambda e: e) -> Classes:
