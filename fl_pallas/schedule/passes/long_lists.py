@@ -8,25 +8,20 @@ lists they are, and goes through the lists of others. Which lists are the longes
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from ..build import cast, op, select, substitute
 from ..expr import Axis, Expr, Load, Ref, const, free_axes, index, load, raw_op, ref, ref_names, walk
 from ..plan import Accumulator, Anchor, Choices, Interior, KernelPlan, Long, Loop, Step, Store, stored_in
-from ..positions import Array, at_positions, is_of_positions
+from ..positions import Array
 from ..target import Target
+from .lengths import of_lists, of_spans, span_of
 from .listing import RUN, TILE, Granules, end_of, run_of
 from .merge_partials import folded, held_type
 from .split_loop import programs_of, with_part
 from .weigh import LAUNCH, WARPS, cycles
 
-# To tell how long lists are: granules, rows of a run and indices of a granule that are looked at; runs, and heads.
-GRANULES, ROWS, COLUMNS, RUNS, HEADS = 256, 4, 8, 512, 2
 # Lists are long that are more than this part of what programs go through where all end together; one is to be longer
 # than the second part, or little is won.
 LONG, LONGEST = 0.5, 0.75
@@ -36,22 +31,11 @@ MIN_PART, MAX_PARTS, FEW = 256, 16, 4
 
 def long_lists(plan: KernelPlan, loop: Loop, condition: Expr, granules: Granules, target: Target) -> Long | None:
     """Which of the lists of a loop had better be shared out, those being of where a condition on positions holds."""
-    singles, rows = granules.seen_by(condition)
+    _, rows = granules.seen_by(condition)
     if len(rows) != 1:
         return None
     ((axis, side),) = rows.items()
-    runs, every = -(-axis.extent // side), granules.every.extent
-    begin = _spread(runs, RUNS) * side
-    own = np.minimum(begin[:, None] + _spread(side, ROWS), axis.extent - 1)
-    shown, inside = _spread(every, GRANULES), _spread(granules.granule, COLUMNS)
-    columns = np.minimum(shown[:, None] * granules.granule + inside, granules.axis.extent - 1)
-    places = {axis: own[:, :, None, None], granules.axis: columns}
-
-    def lengths(heads: Mapping[Axis, Array]) -> Array:
-        holds = np.broadcast_to(at_positions(condition, {**heads, **places}), (*own.shape, *columns.shape))
-        return holds.any((1, 3)).sum(1) * (every / len(shown) * granules.granule)
-
-    return _long(plan, loop, axis, side, _longest(lengths, singles), target)
+    return _long(plan, loop, axis, side, of_lists(condition, granules), target)
 
 
 def _long_spans(plan: KernelPlan, loop: Loop, target: Target) -> Long | None:
@@ -59,40 +43,12 @@ def _long_spans(plan: KernelPlan, loop: Loop, target: Target) -> Long | None:
     ends = [e for e in (loop.lower, loop.upper) if e is not None]
     names = frozenset[str]().union(*map(ref_names, ends))
     rows = [a for a in plan.grid if names & {f"{a.name}.first", f"{a.name}.last"}]
-    singles = [a for a in plan.grid if a in frozenset[Axis]().union(*map(free_axes, ends))]
+    singles = _singles(plan, loop)
     if len(rows) != 1 or plan.choices.tiled & {*singles}:
         return None
-    axis, side = rows[0], max(c.tile(rows[0]) or 1 for c in (plan.choices, *plan.others))
-    run = Axis("r0", -(-axis.extent // side))
-    span = _span(loop, axis, side, run)
-    if not is_of_positions(span):
-        return None
-    begin = {run: _spread(run.extent, RUNS)}
-    return _long(
-        plan, loop, axis, side, _longest(lambda heads: at_positions(span, {**heads, **begin}), singles), target
-    )
-
-
-def _span(loop: Loop, rows: Axis, side: int, run: Axis) -> Expr:
-    """How many indices lie between the ends of a loop, for each run of rows."""
-    first = op("mul", index(run), const(side, "i64"), dtype="i64")
-    last = raw_op("min", (op("add", first, const(side - 1, "i64"), dtype="i64"), const(rows.extent - 1, "i64")), "i64")
-    ends = {end_of(rows, "first"): first, end_of(rows, "last"): last}
-    zero, extent = const(0, "i64"), const(loop.axis.extent, "i64")
-    low = zero if loop.lower is None else op("max", substitute(loop.lower, {}, ends), zero, dtype="i64")
-    high = extent if loop.upper is None else op("min", substitute(loop.upper, {}, ends), extent, dtype="i64")
-    return op("max", op("sub", high, low, dtype="i64"), zero, dtype="i64")
-
-
-def _spread(extent: int, most: int) -> Array:
-    """Some of the indices of an axis, or all, the last among them."""
-    return np.linspace(0, extent - 1, min(extent, most)).astype(np.int64)
-
-
-def _longest(lengths: Callable[[Mapping[Axis, Array]], Array], singles: Sequence[Axis]) -> Array:
-    """The lengths of runs, for the heads where they are longest."""
-    heads = [{a: np.asarray(n * (a.extent - 1) // max(1, HEADS - 1)) for a in singles} for n in range(HEADS)]
-    return functools.reduce(np.maximum, map(lengths, heads if singles else heads[:1]))
+    side = max(c.tile(rows[0]) or 1 for c in (plan.choices, *plan.others))
+    lengths = of_spans(loop, {rows[0]: side}, singles)
+    return None if lengths is None else _long(plan, loop, rows[0], side, lengths, target)
 
 
 def _long(plan: KernelPlan, loop: Loop, axis: Axis, side: int, lengths: Array, target: Target) -> Long | None:
@@ -173,7 +129,7 @@ class _Ranks:
             return load(kind.source, (*kind.index[:-1], index(a)), "i32")
 
         def length(a: Axis) -> Expr:
-            return count_of(visits.some, a) if visits else cast(_span(loop, rows, side, a), "i32")
+            return count_of(visits.some, a) if visits else cast(span_of(loop, {rows: side}, {rows: a}), "i32")
 
         own, others = length(run), length(other)
         alike, earlier = op("eq", others, own, dtype="bool"), op("lt", index(other), index(run), dtype="bool")

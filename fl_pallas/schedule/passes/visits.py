@@ -8,7 +8,6 @@ arXiv 2412.05496, section 4; a user makes it, from a mask that is given apart. T
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial, reduce
@@ -16,23 +15,24 @@ from functools import partial, reduce
 import numpy as np
 
 from ..build import FALSE, TRUE, negate, op, substitute
-from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, const, free_axes, loads, ref_names, walk
+from ..expr import Axis, Expr, Index, Load, Op, Reduce, free_axes, loads, ref_names, walk
 from ..interior import constants
 from ..plan import Choices, KernelPlan, Loop
-from ..positions import at_positions, is_of_positions
+from ..positions import is_of_positions
 from ..spans import Span
 from ..target import Target
 from .bound_loops import masks
 from .contributes import ASSUMING, contribution
-from .listing import Classes, Granules, end_of, looked_at, with_visits
+from .lengths import of_lists, of_spans
+from .listing import Classes, Granules, looked_at, with_visits
 from .long_lists import long_lists
-from .summarised import Known, Tables
+from .summarised import MIN_GRANULE, Known, Tables
 from .weigh import LAUNCH, MOVED, cycles, volume
 
 # The part of the granules above which a loop goes through all of them; and what is taken for it where data decides.
 MOST, UNKNOWN_PART = 0.75, 0.5
-# To tell how many granules are visited: runs, rows of each, granules, and heads that are looked at.
-RUNS, ROWS, GRANULES, HEADS = 8, 8, 64, 2
+# Runs are half as long where they then visit less than this part of the granules.
+NARROW = 0.75
 
 
 def visiting(
@@ -59,13 +59,14 @@ def visiting(
     rows = {a: known.block(a, condition) for a in plan.grid if a in tables.rows}
     singles = tuple(a for a in plan.grid if a in tables.single)
     granules = Granules(loop.axis, tables.granule, known.granules, rows, singles)
-
-    def fits(c: Choices) -> bool:
-        return (c.tile(loop.axis) or 1) <= tables.granule and all((c.tile(a) or 1) <= n for a, n in rows.items())
-
-    ways = [c for c in (plan.choices, *plan.others) if fits(c)]
     of_positions = is_of_positions(by_pairs)
     part = _part_visited(loop, by_pairs, granules) if looks and of_positions else UNKNOWN_PART
+    if looks and of_positions:
+        # Wide tiles save less than what narrow runs leave out, where that is much.
+        half = replace(granules, rows={a: max(n // 2, MIN_GRANULE) for a, n in rows.items()})
+        less = part if half.rows == rows else _part_visited(loop, by_pairs, half)
+        granules, part = (half, less) if less < NARROW * part and _fitting(plan, half) else (granules, part)
+    ways, rows = _fitting(plan, granules), {**granules.rows}
     read = 0 if of_positions else volume(free_axes(by_pairs)) / MOVED
     if not ways or part > MOST or (1 - part) * cycles(plan, target) < 3 * LAUNCH + read:
         return None
@@ -92,6 +93,12 @@ def visiting(
     if visits is not None and looks and of_positions:
         visits = replace(visits, long=long_lists(plan, loop, by_pairs, granules, target))
     return plan, replace(listed[0], visits=visits), (*looking, *listed[1])
+
+
+def _fitting(plan: KernelPlan, granules: Granules) -> list[Choices]:
+    """The choices whose tiles are no larger than granules and runs."""
+    sides = {granules.axis: granules.granule, **granules.rows}
+    return [c for c in (plan.choices, *plan.others) if all((c.tile(a) or 1) <= n for a, n in sides.items())]
 
 
 def _classes(loop: Loop, truth: Callable[[Expr], Span], of: Callable[[Expr], Expr] = lambda e: e) -> Classes:
@@ -158,32 +165,9 @@ def _all(conditions: Iterable[Expr]) -> Expr:
 
 
 def _part_visited(loop: Loop, condition: Expr, granules: Granules) -> float:
-    """The part of the granules between a loop's bounds where a condition on positions holds somewhere, of some runs."""
+    """The part of what lies between a loop's bounds where a condition on positions holds somewhere in a granule."""
     singles, rows = granules.seen_by(condition)
-    heads = [_spread(a.extent, HEADS) for a in singles]
-    runs = [_spread(-(-a.extent // n), RUNS) for a, n in rows.items()]
-    shown = np.asarray(_spread(granules.every.extent, GRANULES))
-    columns = np.minimum(shown[:, None] * granules.granule + np.arange(granules.granule), loop.axis.extent - 1)
-    visited = between = 0
-    for chosen in itertools.islice(itertools.product(*heads, *runs), HEADS * RUNS):
-        ends: dict[Expr, Expr] = {}
-        fixed = {a: np.asarray(n) for a, n in zip(singles, chosen, strict=False)}
-        places = {**fixed, granules.axis: columns[None]}
-        for (a, side), n in zip(rows.items(), chosen[len(singles) :], strict=True):
-            last = min((n + 1) * side, a.extent) - 1
-            ends |= {end_of(a, "first"): const(n * side, "i64"), end_of(a, "last"): const(last, "i64")}
-            places[a] = np.linspace(n * side, last, ROWS).astype(np.int64)[:, None, None]
-        known: dict[Axis, Expr] = {a: const(int(n), "i64") for a, n in fixed.items()}
-        bounds = [e if e is None else substitute(e, known, ends) for e in (loop.lower, loop.upper)]
-        low, high = (e.value if isinstance(e, Const) else d for e, d in zip(bounds, (0, loop.axis.extent), strict=True))
-        inside = (shown + 1) * granules.granule > low
-        inside &= shown * granules.granule < high
-        holds = np.broadcast_to(at_positions(condition, places), (ROWS, *columns.shape)).any((0, 2))
-        between += int(inside.sum())
-        visited += int((holds & inside).sum())
-    return visited / max(1, between)
-
-
-def _spread(extent: int, most: int) -> list[int]:
-    """Some of the indices of an axis, the last among them."""
-    return sorted({extent - 1, *(extent * k // most for k in range(most))})
+    between = of_spans(loop, rows, singles)
+    every = np.asarray(loop.axis.extent) if between is None else between
+    covering = np.ceil(every / granules.granule) * granules.granule
+    return min(1.0, float(of_lists(condition, granules).mean() / max(1.0, covering.mean())))
