@@ -89,11 +89,12 @@ def generalise(a: Laid, b: Laid, units: bool = True) -> Laid:
 
 
 def opened(a: Laid) -> Laid:
-    """A kernel for other sizes than those of `a` too: all but those that its loops run over are given at launch.
+    """A kernel for other sizes than those of `a` too: all but those of axes that a tile has whole are given at launch.
 
     Raises: Mismatch.
     """
-    fixed = {0, 1, *(loop.axis.extent for loop in a.plan.loops)}
+    tiled = {axis for axis, n in a.plan.choices.tiles if axis.extent != n}
+    fixed = {0, 1, *(axis.extent for axis in _axes(a.plan) - tiled)}
     return _joined(a, a, lambda x, _: x not in fixed, units=False)
 
 
@@ -246,6 +247,8 @@ class _Walk:
         return replace(x, shape=shape, strides=strides)
 
     def anything(self, x: Any, y: Any) -> Any:
+        if isinstance(x, Size) and isinstance(y, int):
+            return self.integer(x, y, 1)
         if isinstance(x, (Const, Size, Index, Load, Op, Reduce, Ref)):
             key = (id(x), id(y))
             if key not in self.known:
@@ -276,7 +279,7 @@ class _Walk:
                 same = isinstance(x, Const) and type(x.value) is type(y.value) and repr(x.value) == repr(y.value)
                 return x if same else self.fail("constants")
             n = self.integer(old, y.value, -MAX_SIZE)
-            return x if isinstance(n, int) else n
+            return x if isinstance(n, int) else size(n.number, n.unit, n.hint, x.dtype)
         if type(x) is not type(y) or x.dtype != y.dtype:
             raise Mismatch("kinds")
         if isinstance(x, Index):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +22,9 @@ from fl_pallas.kernels.sizes import Laid, Mismatch, generalise, laid, opened, pr
 from fl_pallas.kernels.tile import seen
 from fl_pallas.kernels.triton import TensorSpec, contiguous, pallas_function
 from fl_pallas.schedule.expr import reductions
+from fl_pallas.schedule.passes import long_lists, visits
 from fl_pallas.schedule.plan import KernelPlan, operand_names
+from tests.masked import Mask, attention
 from tests.plan_evaluate import captured
 from tests.programs import BY_NAME
 
@@ -34,8 +38,13 @@ CASES = (
 def kernels(name: str, seq: int, dtype: torch.dtype = torch.float32) -> list[Laid]:
     """The kernels of a case at this length, its operands freshly allocated."""
     case = BY_NAME[name]
+    return kernels_of(case.target(dtype, "cpu"), case.make_inputs(seq, dtype, "cpu"))
+
+
+def kernels_of(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> list[Laid]:
+    """The kernels of a function for inputs of these lengths."""
     torch.compiler.reset()  # or a graph of several lengths is captured
-    made = captured(case.target(dtype, "cpu"), case.make_inputs(seq, dtype, "cpu")).made
+    made = captured(fn, inputs).made
     plans = made.kernels[0]
     known = {v.name: (v.shape, v.dtype) for v in made.program.values}
     known |= {s.name: (s.shape, s.dtype) for p in plans for s in p.stores}
@@ -122,6 +131,43 @@ def test_three_kernels_for_documents_of_any_length(monkeypatch: pytest.MonkeyPat
         for own in kernels("document_causal", seq):
             family.launch((), own, build, 0)
     assert sorted(built) == ["r0_k0", "r0_k0", "r0_k0_tiles"]
+
+
+SINKS: Mask = lambda i, j: (j <= i) & ((j < 4) | (i - j < 70))  # noqa: E731
+ENDS: Mask = lambda i, j: ((i // 16 - j // 16).abs() <= 1) | (j < 16) | (i < 16)  # noqa: E731
+
+
+@pytest.mark.parametrize("mask", [SINKS, ENDS])
+def test_one_kernel_for_lists_of_any_length(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each kernel, those that make lists too: one for all lengths, or one for the first and one for all others."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(launch, "_given", lambda found, many, own, index: (found, sizes_of(many, own))[0])
+    monkeypatch.setattr(visits, "LAUNCH", 0)
+    monkeypatch.setattr(long_lists, "LAUNCH", 0)
+    monkeypatch.setattr(long_lists, "_resident", lambda plan, target: 8)
+    family, built = launch.Family(), Counter[str]()
+    every = []
+
+    def build(made: Laid) -> Any:
+        built[made.plan.name] += 1
+        return launch._Launch(lambda *_: None, 1, (), None), made.plan.choices
+
+    for seq in (1504, 1032, 1800, 1288, 2000):
+        every = kernels_of(attention(mask), [torch.randn(1, 1, seq, 16) for _ in range(3)])
+        for own in every:
+            family.launch((), own, build, 0)
+    assert built["r0_k0_v0_kinds"] and set(built) == {own.plan.name for own in every}
+    assert max(built.values()) <= 2 and all(built[own.plan.name] == 1 for own in every if own.plan.minor)
+
+
+def test_lists_of_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels that make lists do the same for lengths that they were not made for."""
+    monkeypatch.setattr(visits, "LAUNCH", 0)
+    first, other = (kernels_of(attention(SINKS), [torch.randn(1, 1, n, 16) for _ in range(3)]) for n in (1504, 1032))
+    for made, own in zip(first, other, strict=True):
+        if own.plan.minor:
+            for got, want in zip(by(opened(made), own), alone(own), strict=True):
+                np.testing.assert_array_equal(got, want, err_msg=own.plan.name)
 
 
 @pytest.mark.long

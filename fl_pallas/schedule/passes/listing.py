@@ -40,7 +40,9 @@ class Granules:
         end = op(
             "mul", op("add", index(self.every), const(1, "i64"), dtype="i64"), const(self.granule, "i64"), dtype="i64"
         )
-        return op("and", certain, op("le", end, const(self.axis.extent, "i64"), dtype="bool"), dtype="bool")
+        # (No comparison that could be solved for the granule: that would be another kernel for each length.)
+        inside = raw_op("min", (end, const(self.axis.extent, "i64")), "i64")
+        return op("and", certain, op("eq", inside, end, dtype="bool"), dtype="bool")
 
     def seen_by(self, e: Expr) -> tuple[list[Axis], dict[Axis, int]]:
         """The single axes that an expression depends on, and the rows, by their index or the ends of their tiles."""
@@ -106,7 +108,7 @@ def looked_at(
     looking = KernelPlan(f"{name}_looks", grid, (), (), stores, compute, tiles, minor=True)
     where = (*map(index, singles), *(run_of(a, n) for a, n in rows.items()), index(granules.every))
     certain, possible = (load(s.name, where, "bool") for s in stores)
-    return Classes(granules.are_whole(certain), possible, classes.constants), (looking,)
+    return Classes(certain, possible, classes.constants), (looking,)
 
 
 def with_visits(
