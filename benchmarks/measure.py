@@ -47,8 +47,9 @@ def kernel_ms(call: Call, device: torch.device, seconds: float = 0.2) -> float:
 
 
 def busy_ms(call: Call, device: torch.device, count: int = 10) -> float:
-    """Mean time of a call's kernels and copies on the GPU, of `count` calls, and of nothing between them: what a host
-    that others use does not change. On a CPU wall time.
+    """Time of a call's kernels and copies on the GPU, and of nothing between them: what a host that others use does not
+    change. Of each the median of `count` calls, for the GPU may go to others for a while; the mean, where calls differ
+    in what they launch. On a CPU wall time.
     """
     if device.type != "cuda":
         return wall_ms(call, device, 3)
@@ -58,7 +59,12 @@ def busy_ms(call: Call, device: torch.device, count: int = 10) -> float:
         for _ in range(count):
             call()
         torch.cuda.synchronize(device)
-    return sum(e.self_device_time_total for e in profiler.events()) / count / 1e3
+    events = sorted(profiler.events(), key=lambda e: e.time_range.start)
+    times = [e.self_device_time_total for e in events if e.self_device_time_total]
+    each, rest = divmod(len(times), count)
+    if rest:
+        return sum(times) / count / 1e3
+    return sum(statistics.median(times[k::each]) for k in range(each)) / 1e3
 
 
 def settle(device: torch.device, seconds: float = 0.5) -> None:

@@ -287,7 +287,16 @@ def _gaps(data: dict[str, Any]) -> Iterator[str]:
         cells = [cell for theirs, ours in pairs for cell in (number(ours), _against(theirs, ours))]
         errors = (f"{r[f'{who}_error']:.1e}" for who in ("ours", "flex", "eager"))
         rows.append([r["mask"], str(r["seq"]), f"{r['visited']:.0%}", *cells, number(r["flex_mask_ms"]), *errors])
-    head = ("mask", "tokens", "visited by FlexAttention", "forward", "FlexAttention", "both", "FlexAttention", "its mask")
+    head = (
+        "mask",
+        "tokens",
+        "visited by FlexAttention",
+        "forward",
+        "FlexAttention",
+        "both",
+        "FlexAttention",
+        "its mask",
+    )
     yield "\n".join(table((*head, "error", "FlexAttention's", "eager's"), rows))
 
 

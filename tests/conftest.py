@@ -66,7 +66,7 @@ THINNED = {
     "test_writing_to_a_result_that_is_kept": 6,
     "test_equal_to_itself": 3,
     "test_rivals_compute_the_same": 4,
-    "test_in_places": 3,
+    "test_in_places": 6,
     "test_many_steps_are_planned": 4,
     "test_few_steps_are_right": 4,
     "test_a_statistic_that_is_returned": 2,
@@ -171,6 +171,12 @@ THINNED = {
     "test_unary": 3,
     "test_when_to_split": 2,
     "test_no_loop_is_over_what_rows_tell": 3,
+    "test_results_of_lists": 3,
+    "test_bisection": 2,
+    "test_products_take_copies": 2,
+    "test_both_passes_are_fused": 3,
+    "test_each_form_fuses": 2,
+    "test_no_pairs_are_stored": 2,
 }
 """Of the cases of these tests one in so many runs on a CPU, and at least one; all with --every-case."""
 NO_GPU = "needs a CUDA GPU: torch.cuda.is_available() is False"

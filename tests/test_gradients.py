@@ -589,7 +589,7 @@ def differentiable(spec: Spec) -> bool:
     return not ties and "second sum" not in spec.extras
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=7, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(spec=specs().filter(differentiable))
 def test_generated(spec: Spec, device: torch.device) -> None:
     note(str(spec))

@@ -29,6 +29,10 @@ class _Kept:
     tables: dict[int, list[torch.Tensor]]
 
 
+# What CUDA graphs read, which may outlive who made it.
+_recorded: dict[int, _Kept] = {}
+
+
 class RegionRunner:
     """Runs the kernels of a region in order; intermediates live until the last kernel that reads them has begun.
 
@@ -87,11 +91,21 @@ class RegionRunner:
                 known[k] = _GONE
         return tuple([known[k] for k in self._results])
 
-    def _with_kept(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """A call that takes what was kept; that keeps what it makes, if nothing was. A CUDA graph makes its own, for it
-        may outlive this; and so does another stream, which would not wait."""
+    def _with_kept(
+        self, tensors: Sequence[torch.Tensor], count: Callable[[], None] = lambda: None
+    ) -> tuple[torch.Tensor, ...]:
+        """A call that takes what was kept; that keeps what it makes, if nothing was. Another stream makes its own, for
+        it would not wait. A CUDA graph takes what was kept of whatever stream, which has been waited for by then.
+
+        Args:
+          count: called as each kernel has begun.
+        """
         on = current_stream()
-        kept = self._kept.tables if self._kept is not None and self._kept.stream == on else {}
+        kept = {}
+        if self._kept is not None and on in (None, self._kept.stream):
+            kept = self._kept.tables
+            if on is None:
+                _recorded[id(self._kept)] = self._kept
         known, made = [*tensors], dict[int, list[torch.Tensor]]()
         for n, (kernel, places, dead) in enumerate(self._steps):
             results = kept.get(n)
@@ -103,6 +117,7 @@ class RegionRunner:
             known += results
             for k in dead:
                 known[k] = _GONE
+            count()
         if on is not None and self._kept is None:
             self._kept = _Kept(on, made)
         return tuple([known[k] for k in self._results])
@@ -112,13 +127,7 @@ class RegionRunner:
         with progress(len(self._steps)) as count:
             calls, _ = self._calls(tensors)
             self.together.compile(self, calls)
-            known = [*tensors]
-            for kernel, places, dead in self._steps:
-                known += kernel([known[k] for k in places])
-                for k in dead:
-                    known[k] = _GONE
-                count()
-        return tuple([known[k] for k in self._results])
+            return self._with_kept(tensors, count)
 
     def expect(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tell what the first call will be given, on PyTorch's "meta" device; returns what it will make of it, so too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from torch import Tensor
 
 import fl_pallas as fl
 from fl_pallas.bridge.launch import DirectKernel, Family, unavailable
+from fl_pallas.schedule.passes import visits
 from tests.direct import compile_with
+from tests.masked import attention
 from tests.oracle import run_and_check
 from tests.programs import BY_NAME, Case
 
@@ -105,6 +108,30 @@ def test_cuda_graph() -> None:
         graph.replay()
         torch.cuda.synchronize()
         torch.testing.assert_close(out, softmax_attention(q, k, v), rtol=2e-2, atol=2e-2)
+
+
+def test_cuda_graph_of_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of what a mask leaves are not made again by a graph, and outlive the function that it was recorded of."""
+    monkeypatch.setattr(visits, "LAUNCH", 0)
+    fn = attention(lambda i, j: (j <= i) & ((j < 4) | (i - j < 70)))
+    compiled = fl.compile(fn)
+    q, k, v = qkv(1024)
+    assert any(loop.visits for kernel in fl.explain(fn, q, k, v).kernels for loop in kernel.loops)
+    with torch.no_grad():
+        for _ in range(2):
+            compiled(q, k, v)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = compiled(q, k, v)
+    del compiled
+    torch.compiler.reset()
+    gc.collect()
+    rest = [torch.full((2**18,), -1, dtype=torch.int32, device="cuda") for _ in range(64)]
+    for t in (q, k, v):
+        t.copy_(torch.randn_like(t))
+    graph.replay()
+    torch.testing.assert_close(out, fn(q, k, v), rtol=2e-2, atol=2e-2)
+    del rest
 
 
 @pytest.mark.parametrize("shift", [1, 2, 4, 8])

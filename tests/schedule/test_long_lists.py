@@ -50,7 +50,7 @@ def shared(fn: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_results(name: str, device: torch.device) -> None:
+def test_results_of_lists(name: str, device: torch.device) -> None:
     fn, inputs = attention(MASKS[name]), inputs_of(torch.float32, device)
     assert shared(fn, inputs)
     run_and_check(fn, fl.compile(fn), inputs, name=name)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fl_pallas as fl
-from fl_pallas.bridge.splice import RegionRunner
+from fl_pallas.bridge import splice
+from fl_pallas.bridge.splice import Kernel, RegionRunner
 from fl_pallas.schedule.passes import skip_tiles, unfused, visits
 from fl_pallas.schedule.text import plan_text
 from tests.masked import Mask, attention
@@ -84,7 +85,7 @@ def is_listed(fn: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> bool:
 
 @pytest.mark.parametrize("hidden", [float("-inf"), -1e9])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_results(name: str, hidden: float, device: torch.device) -> None:
+def test_results_of_lists(name: str, hidden: float, device: torch.device) -> None:
     fn, inputs = attention(PATTERNS[name][0], hidden), inputs_of(name, torch.float32, device)
     assert is_listed(fn, inputs)
     run_and_check(fn, fl.compile(fn), inputs, name=name)
@@ -181,10 +182,10 @@ def test_between_two_ends_there_is_no_list() -> None:
 
 
 def test_lists_of_positions_are_made_once(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Later calls run the kernel that has the loop alone."""
+    """Later calls run the kernel that has the loop alone; so do CUDA graphs, for which they are never given up."""
     runners: list[RegionRunner] = []
     run = RegionRunner._with_kept
-    monkeypatch.setattr(RegionRunner, "_with_kept", lambda self, tensors: (runners.append(self), run(self, tensors))[1])
+    monkeypatch.setattr(RegionRunner, "_with_kept", lambda self, *args: (runners.append(self), run(self, *args))[1])
     fn = attention(PATTERNS["sinks and a window"][0])
     compiled = fl.compile(fn)
     inputs = inputs_of("sinks and a window", torch.float32, device)
@@ -192,7 +193,19 @@ def test_lists_of_positions_are_made_once(monkeypatch: pytest.MonkeyPatch, devic
         run_and_check(fn, compiled, inputs)
     assert len({id(r) for r in runners}) == 1
     (runner, *_) = runners
-    assert runner._kept is not None and len(runner._kept.tables) == len(runner._steps) - 1
+    kept = runner._kept
+    assert kept is not None and len(kept.tables) == len(runner._steps) - 1
+    assert not any(k is kept for k in splice._recorded.values())
+    calls = [0] * len(runner._steps)
+
+    def counted(n: int, kernel: Kernel) -> Kernel:
+        return lambda operands: (calls.__setitem__(n, calls[n] + 1), kernel(operands))[1]
+
+    runner._steps = [(counted(n, kernel), *rest) for n, (kernel, *rest) in enumerate(runner._steps)]
+    monkeypatch.setattr(splice, "current_stream", lambda: None)  # as while a graph is recorded
+    run_and_check(fn, compiled, inputs)
+    assert sum(calls) == calls[-1] > 0
+    assert any(k is kept for k in splice._recorded.values())
 
 
 def test_a_mask_that_sdpa_is_given(device: torch.device) -> None:

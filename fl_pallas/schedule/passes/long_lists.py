@@ -27,6 +27,8 @@ from .weigh import LAUNCH, WARPS, cycles
 LONG, LONGEST = 0.5, 0.75
 # The least indices of a part, and programs that share a list; runs of which one may be long.
 MIN_PART, MAX_PARTS, FEW = 256, 16, 4
+# Choices beside the first that are tried for what is shared out: it is the lesser part.
+OTHERS = 2
 
 
 def long_lists(plan: KernelPlan, loop: Loop, condition: Expr, granules: Granules, target: Target) -> Long | None:
@@ -77,7 +79,7 @@ def _resident(plan: KernelPlan, target: Target) -> int:
 def share_out_long(plan: KernelPlan, target: Target) -> tuple[KernelPlan, ...]:
     """`plan` alone; or kernels that find which of its rows go through most, one whose programs share these, and `plan`,
     which merges what that stores and goes through what others have."""
-    if len(plan.loops) != 1:
+    if len(plan.loops) != 1 or plan.minor:
         return (plan,)
     (loop,) = plan.loops
     if loop.parts is not None or loop.settled or stored_in(loop, plan.stores):
@@ -212,7 +214,7 @@ def _sharing(plan: KernelPlan, ranks: _Ranks, part: Axis) -> KernelPlan:
         loops=(shared,),
         stores=tuple(Store(f"{ranks.name}_{s.name}", (part, *s.axes), t, ref(s.name, s.axes, t)) for s, t in kept),
         choices=of_choices(plan.choices),
-        others=tuple(map(of_choices, plan.others)),
+        others=tuple(map(of_choices, plan.others[:OTHERS])),
         notes=(),
     )
 
