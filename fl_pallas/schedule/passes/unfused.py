@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..build import substitute
 from ..dtype import is_float, itemsize
-from ..expr import Const, Expr, Op, Reduce, const, free_axes, loads, ref, ref_names, walk
+from ..expr import Expr, Op, Reduce, free_axes, loads, ref_names, walk
 from ..plan import KernelPlan, Loop, made_once
 from ..program import Program, Value
 from ..target import Target
+from .lengths import of_spans
 from .region import Region, Rejected
 from .registers import COSTLY
 from .weigh import ISSUED, LAUNCH, MOVED, MULTIPLIED, POWERS, cycles, volume
@@ -21,8 +21,6 @@ from .weigh import ISSUED, LAUNCH, MOVED, MULTIPLIED, POWERS, cycles, volume
 # How many times as long kernels may take as PyTorch without any fusion (Inductor takes less, and more memory), and the
 # least cycles that this has to cost (50 us).
 TIMES, COST = 1.5, 90_000
-# Programs that are looked at, of a kernel.
-SAMPLES = 32
 # Matrix units multiply 32-bit floats so many times slower (without TF32).
 SLOWER_IN_32 = 16
 
@@ -51,20 +49,9 @@ def visited(plan: KernelPlan) -> float:
 def _share(plan: KernelPlan, loop: Loop) -> float:
     bounds = [b for b in (loop.lower, loop.upper) if b is not None]
     names = frozenset[str]().union(*map(ref_names, bounds))
-    axes = [a for a in plan.grid if not names.isdisjoint((f"{a.name}.first", f"{a.name}.last"))]
-    if len(axes) != 1 or any(free_axes(b) or loads(b) for b in bounds):
-        return 1.0
-    (axis,), extent = axes, loop.axis.extent
-    side = plan.choices.tile(axis) or axis.extent
-    tiles = -(-axis.extent // side)
-    visited = []
-    for n in sorted({tiles * k // SAMPLES for k in range(SAMPLES)}):
-        at = {"first": n * side, "last": min((n + 1) * side, axis.extent) - 1}
-        known = {ref(f"{axis.name}.{end}", (), "i64"): const(place, "i64") for end, place in at.items()}
-        ends = [b if b is None else substitute(b, {}, known) for b in (loop.lower, loop.upper)]
-        low, high = (b.value if isinstance(b, Const) else d for b, d in zip(ends, (0, extent), strict=True))
-        visited.append(min(max(min(high, extent) - max(low, 0), 0), extent) / extent)
-    return sum(visited) / len(visited)
+    rows = {a: plan.choices.tile(a) or a.extent for a in plan.grid if names & {f"{a.name}.first", f"{a.name}.last"}}
+    spans = of_spans(loop, rows, ()) if len(rows) == 1 else None
+    return 1.0 if spans is None else float(spans.mean()) / loop.axis.extent
 
 
 def _cycles(program: Program, v: Value, target: Target) -> float:
