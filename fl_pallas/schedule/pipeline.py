@@ -34,7 +34,6 @@ from .passes.in_parts import in_parts
 from .passes.interchange import interchange
 from .passes.itself import itself
 from .passes.lay_out import lay_out, lay_out_results
-from .passes.long_lists import share_out_long
 from .passes.look_up import look_up
 from .passes.masked_sides import mask_sides
 from .passes.of_positions import of_positions
@@ -48,6 +47,7 @@ from .passes.roots import without_roots
 from .passes.rounded import grow_rounded
 from .passes.scans import grow_scanned, scans
 from .passes.share import lend, loading, share
+from .passes.share_out import share_out_long
 from .passes.skip_tiles import skip_tiles
 from .passes.split_loop import split_loop
 from .passes.split_sums import split_sums

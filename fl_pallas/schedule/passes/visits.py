@@ -60,12 +60,9 @@ def visiting(
     singles = tuple(a for a in plan.grid if a in tables.single)
     granules = Granules(loop.axis, tables.granule, known.granules, rows, singles)
     of_positions = is_of_positions(by_pairs)
-    part = _part_visited(loop, by_pairs, granules) if looks and of_positions else UNKNOWN_PART
+    part = UNKNOWN_PART
     if looks and of_positions:
-        # Wide tiles save less than what narrow runs leave out, where that is much.
-        half = replace(granules, rows={a: max(n // 2, MIN_GRANULE) for a, n in rows.items()})
-        less = part if half.rows == rows else _part_visited(loop, by_pairs, half)
-        granules, part = (half, less) if less < NARROW * part and _fitting(plan, half) else (granules, part)
+        granules, part = _narrowed(plan, loop, by_pairs, granules)
     ways, rows = _fitting(plan, granules), {**granules.rows}
     read = 0 if of_positions else volume(free_axes(by_pairs)) / MOVED
     if not ways or part > MOST or (1 - part) * cycles(plan, target) < 3 * LAUNCH + read:
@@ -93,6 +90,17 @@ def visiting(
     if visits is not None and looks and of_positions:
         visits = replace(visits, long=long_lists(plan, loop, by_pairs, granules, target))
     return plan, replace(listed[0], visits=visits), (*looking, *listed[1])
+
+
+def _narrowed(plan: KernelPlan, loop: Loop, condition: Expr, granules: Granules) -> tuple[Granules, float]:
+    """Granules and runs of rows, these half as long where they visit far less then; and the part that they visit."""
+    part = _part_visited(loop, condition, granules)
+    half = replace(granules, rows={a: min(n, max(n // 2, MIN_GRANULE)) for a, n in granules.rows.items()})
+    if half.rows == granules.rows or not _fitting(plan, half):
+        return granules, part
+    less = _part_visited(loop, condition, half)
+    # Wide tiles save less than what narrow runs leave out, where that is much.
+    return (half, less) if less < NARROW * part else (granules, part)
 
 
 def _fitting(plan: KernelPlan, granules: Granules) -> list[Choices]:
