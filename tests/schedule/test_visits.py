@@ -34,9 +34,9 @@ def lists_for_short_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unfused, "COST", float("inf"))
 
 
-def picked(n: int = LENGTH, count: int = 2) -> Tensor:
+def picked(n: int = LENGTH, count: int = 2, size: int = GRANULE) -> Tensor:
     """For each head and block of queries, blocks of keys: its own, and others."""
-    blocks = -(-n // GRANULE)
+    blocks = -(-n // size)
     found = torch.randint(0, blocks, (2, blocks, count))
     found[..., 0] = torch.arange(blocks)
     return found
@@ -64,6 +64,12 @@ PATTERNS: dict[str, tuple[Mask, Callable[[], tuple[Tensor, ...]]]] = {
         lambda i, j: ((i - j).abs() % 256).float().add(1).log2().floor() < 3, tuple
     ),
     "picked blocks": (lambda i, j, p: (p[:, i // 64] == (j // 64)[:, None]).any(-1) & (j <= i), lambda: (picked(),)),
+    "picked small blocks": (
+        lambda i, j, p: (p[:, i // 16] == (j // 16)[:, None]).any(-1) & (j <= i), lambda: (picked(size=16),)
+    ),
+    "a table of small blocks, or near": (
+        lambda i, j, t: t[:, i // 16, j // 32] | (i // 8 == j // 8), lambda: (chosen()[:, :1].repeat(1, 40, 2),)
+    ),
     "a table of blocks": (lambda i, j, t: t[:, i // 64, j // 64], lambda: (chosen(),)),
     "a mask that is given": (lambda i, j, m: m, lambda: (seen_by_each(),)),
     "a mask that is given, and a window": (lambda i, j, m: m & (i - j < 200), lambda: (seen_by_each(),)),

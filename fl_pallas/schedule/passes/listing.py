@@ -14,6 +14,8 @@ from ..plan import PLACE, Accumulator, Choices, Interior, KernelPlan, Loop, Stor
 LARGEST, LOOKED_AT = 2**24, 2**33
 # Granules, and runs, that a program of the kernels that make lists takes at once.
 TILE, RUN = 64, 16
+# Pairs that a program looks at.
+PAIRS = 2048
 
 
 @dataclass(frozen=True)
@@ -77,25 +79,27 @@ def run_of(axis: Axis, side: int) -> Expr:
 
 
 def looked_at(
-    classes: Classes, granules: Granules, name: str, compute: str
+    classes: Classes, granules: Granules, name: str, compute: str, steps: Mapping[Axis, int]
 ) -> tuple[Classes, tuple[KernelPlan, ...]] | None:
     """Classes of which a kernel finds by looking at each pair whether they may contribute, and whether all masks let
     them through; None if there are too many pairs.
 
     Args:
       classes: of single indices and rows, in their own axes.
+      steps: how many indices of an axis are alike, of which one is looked at; 1 where it is not there.
     """
     either = op("or", classes.possible, classes.certain, dtype="bool")
     singles, rows = granules.seen_by(either)
-    if math.prod(a.extent for a in (*singles, *rows, granules.axis)) > LOOKED_AT:
+    if math.prod(-(-a.extent // steps.get(a, 1)) for a in (*singles, *rows, granules.axis)) > LOOKED_AT:
         return None
     runs = {a: Axis(f"r{k}", -(-a.extent // n)) for k, (a, n) in enumerate(rows.items())}
     inside: list[Axis] = []
     places: dict[Axis, Expr] = {}
     for a, n, run in [*((a, n, runs[a]) for a, n in rows.items()), (granules.axis, granules.granule, granules.every)]:
-        inside.append(Axis(f"i{len(inside)}", n))
+        step = math.gcd(steps.get(a, 1), n)
+        inside.append(Axis(f"i{len(inside)}", n // step))
         begin = op("mul", index(run), const(n, "i64"), dtype="i64")
-        at = op("add", begin, index(inside[-1]), dtype="i64")
+        at = op("add", begin, op("mul", index(inside[-1]), const(step, "i64"), dtype="i64"), dtype="i64")
         # Beyond the end, the last again.
         places[a] = raw_op("min", (at, const(a.extent - 1, "i64")), "i64")
     grid = (*singles, *runs.values(), granules.every)
@@ -104,7 +108,9 @@ def looked_at(
         Store(f"{name}_{k}", grid, "bool", reduce_over(kind, inside, substitute(e, places), "bool"))
         for k, (kind, e) in found.items()
     )
-    tiles = Choices(tuple((a, 1) for a in grid))
+    # As many granules at once as make so many pairs.
+    together = max(1, min(TILE, PAIRS // math.prod(a.extent for a in inside)))
+    tiles = Choices(tuple((a, together if a == granules.every else 1) for a in grid))
     looking = KernelPlan(f"{name}_looks", grid, (), (), stores, compute, tiles, minor=True)
     where = (*map(index, singles), *(run_of(a, n) for a, n in rows.items()), index(granules.every))
     certain, possible = (load(s.name, where, "bool") for s in stores)

@@ -8,14 +8,15 @@ arXiv 2412.05496, section 4; a user makes it, from a mask that is given apart. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial, reduce
 
 import numpy as np
 
 from ..build import FALSE, TRUE, negate, op, substitute
-from ..expr import Axis, Expr, Index, Load, Op, Reduce, free_axes, loads, ref_names, walk
+from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, children, free_axes, index, loads, ref_names, walk
 from ..interior import constants
 from ..plan import Choices, KernelPlan, Loop
 from ..positions import is_of_positions
@@ -31,6 +32,8 @@ from .weigh import LAUNCH, MOVED, cycles, volume
 
 # The part of the granules above which a loop goes through all of them; and what is taken for it where data decides.
 MOST, UNKNOWN_PART = 0.75, 0.5
+# The least blocks of which one pair is looked at for all.
+LEAST = 8
 # Runs are half as long where they then visit less than this part of the granules.
 NARROW = 0.75
 
@@ -53,10 +56,10 @@ def visiting(
     if not may_have_gaps(condition, loop.axis, tables.rows) or not free_axes(condition) <= known_of:
         return None
     known = Known(loop.axis, tables)
-    apart = partial(_apart, axis=loop.axis, rows=tables.rows)
-    by_pairs = apart(condition)[0]
-    looks = may_have_gaps(by_pairs, loop.axis, tables.rows)
     rows = {a: known.block(a, condition) for a in plan.grid if a in tables.rows}
+    apart = partial(_apart, axis=loop.axis, rows=rows, granule=tables.granule)
+    by_pairs, by_blocks, _ = apart(condition)
+    looks = may_have_gaps(by_pairs, loop.axis, tables.rows)
     singles = tuple(a for a in plan.grid if a in tables.single)
     granules = Granules(loop.axis, tables.granule, known.granules, rows, singles)
     of_positions = is_of_positions(by_pairs)
@@ -67,18 +70,21 @@ def visiting(
     read = 0 if of_positions else volume(free_axes(by_pairs)) / MOVED
     if not ways or part > MOST or (1 - part) * cycles(plan, target) < 3 * LAUNCH + read:
         return None
-    found = _classes(loop, lambda e: known.truth(e, rows))
-    looking: tuple[KernelPlan, ...] = ()
-    if looks:
-        # What positions and given masks tell, pair by pair; and what other data does, by the ends of what it holds.
-        exact = _classes(loop, lambda e: (e, e), lambda e: apart(e)[0])
-        rest = _classes(loop, lambda e: known.truth(e, rows), lambda e: apart(e)[1])
-        looked = looked_at(exact, granules, name, plan.compute)
-        if looked is not None:
-            seen, looking = looked
-            possible = op("and", seen.possible, rest.possible, dtype="bool")
-            certain = op("and", seen.certain, rest.certain, dtype="bool")
-            found = Classes(certain, possible, rest.constants)
+    # What positions and given masks tell, pair by pair, what data tells of small blocks, by one pair of each; and what
+    # other data does, by the ends of what it holds.
+    seen, looking, left = list[Classes](), list[KernelPlan](), {0, 1, 2}
+    for n, asked in enumerate((by_pairs, by_blocks)):
+        if may_have_gaps(asked, loop.axis, tables.rows):
+            exact = _classes(loop, lambda e: (e, e), lambda e, n=n: apart(e)[n])
+            steps = _steps(op("and", exact.possible, exact.certain, dtype="bool"), (loop.axis, *rows)) if n else {}
+            looked = None if steps is None else looked_at(exact, granules, f"{name}{'_b' * n}", plan.compute, steps)
+            if looked is not None:
+                seen.append(looked[0])
+                looking += looked[1]
+                left -= {n}
+    rest = _classes(loop, lambda e: known.truth(e, rows), lambda e: _all(apart(e)[n] for n in sorted(left)))
+    certain, possible = (_all(getattr(c, what) for c in (*seen, rest)) for what in ("certain", "possible"))
+    found = Classes(certain, possible, rest.constants)
     if not looking and not (loads(found.possible) and may_have_gaps(found.possible, known.granules, tables.rows)):
         return None
     found = replace(found, certain=granules.are_whole(found.certain))
@@ -137,15 +143,42 @@ def may_have_gaps(condition: Expr, axis: Axis, rows: Collection[Axis]) -> bool:
     return any(by_pairs) or any(isinstance(n, Reduce) or isinstance(n, Op) and n.name in ("or", "mod") for n in nodes)
 
 
-def _apart(condition: Expr, axis: Axis, rows: Collection[Axis]) -> tuple[Expr, Expr]:
+def _apart(condition: Expr, axis: Axis, rows: Mapping[Axis, int], granule: int) -> tuple[Expr, Expr, Expr]:
     """What joins to a condition by `and`: that of positions, and of masks that are given for each pair of a row and an
-    index of the axis; and the rest."""
-    found = [TRUE, TRUE]
+    index of the axis; that of data of blocks, some smaller than a granule or a run of rows; and the rest.
+
+    Args:
+      rows: how many indices a run has of each.
+    """
+    found = [TRUE, TRUE, TRUE]
     for e in _conjuncts(condition):
         given = {n for n in loads(e) if n.dtype == "bool" and _is_of_pairs(n, axis, rows)}
-        n = 0 if is_of_positions(e, given) else 1
+        n = 0 if is_of_positions(e, given) else 2
+        if n and (steps := _steps(e, (axis, *rows))):
+            n = 1 if any(step % {axis: granule, **rows}[a] for a, step in steps.items()) else 2
         found[n] = op("and", found[n], e, dtype="bool")
-    return found[0], found[1]
+    return found[0], found[1], found[2]
+
+
+def _steps(condition: Expr, axes: Iterable[Axis]) -> dict[Axis, int] | None:
+    """How many indices of each axis a condition does not tell from each other, powers of two, for it asks for their
+    blocks alone; None where these are smaller than LEAST."""
+    steps: dict[Axis, int] = {}
+    for a in axes:
+        users = [n for n in walk(condition) if index(a) in children(n)]
+        blocks = [size for n in users if (size := _block(n, a))]
+        if len(blocks) < len(users):
+            return None
+        if blocks:
+            size = math.gcd(*blocks)
+            steps[a] = size & -size
+    return steps if steps and min(steps.values()) >= LEAST else None
+
+
+def _block(n: Expr, axis: Axis) -> int | None:
+    """The size of blocks, where a node is the number of that in which an index of `axis` lies."""
+    by = n.args[1] if isinstance(n, Op) and n.name == "floordiv" and n.args[0] is index(axis) else None
+    return int(by.value) if isinstance(by, Const) else None
 
 
 def _is_of_pairs(n: Load, axis: Axis, rows: Collection[Axis]) -> bool:
