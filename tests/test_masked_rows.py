@@ -158,3 +158,21 @@ def test_rows_that_see_themselves_are_not_asked(name: str) -> None:
     loops = [loop for k in explain(attention, *given).graphs[-1].kernels for loop in k.loops]
     assert loops and not any(loop.above for loop in loops)
     assert all(loop.lower is not None or loop.upper is not None for loop in loops)
+
+
+@pytest.mark.parametrize("low", [-1e4, -1e30, -torch.inf])
+def test_a_maximum_that_is_clamped_from_below(low: float, device: torch.device) -> None:
+    """The weights of rows that see nothing are 0 about a finite number, however large, and NaN about -inf."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        i = torch.arange(q.shape[-2], device=q.device)
+        scores = (q @ k.mT / 4).masked_fill(i[:, None] - i < 20, -torch.inf)
+        largest = scores.amax(-1, keepdim=True).clamp(min=low).detach()
+        weights = (scores - largest).exp()
+        total = weights.sum(-1, keepdim=True).clamp(min=1e-20)
+        return weights @ v / total, largest + total.log()
+
+    given = [torch.randn(1, 2, 90, 16, device=device) for _ in range(3)]
+    run_and_check(attention, fl.compile(attention), given)
+    if low > -torch.inf:
+        check_gradients(attention, fl.compile(attention), given)

@@ -197,8 +197,16 @@ def _from_reference(
     that the offset takes off, if there is one."""
     if offset is not None and (moved := _cancelled(peak, factor, offset, scope, state)) is not None:
         return moved
-    reference = scope.op("mul", _guard(peak, scope.dtype), scope.const(factor))
-    return reference if offset is None else scope.op("add", reference, offset), None
+    if offset is None:
+        return scope.op("mul", _guard(peak, scope.dtype), scope.const(factor)), None
+    # Where nothing was seen, all sums are 0: they stay so whatever is finite, however large (a maximum that is clamped
+    # from below, at -10⁴), and become NaN where the offset is infinite, as PyTorch's `-inf + inf`.
+    nothing = op("eq", peak, scope.const(-math.inf), dtype="bool")
+    most = scope.const(math.inf)
+    small = scope.op("min", offset, scope.const(0.0))
+    unseen = select(op("eq", offset, most, dtype="bool"), most, small)
+    reference = scope.op("mul", peak, scope.const(factor))
+    return select(nothing, unseen, scope.op("add", reference, offset)), None
 
 
 def _cancelled(peak: Ref, factor: float, offset: Expr, scope: Scope, state: _Streams) -> tuple[Expr, Ref] | None:
