@@ -112,3 +112,25 @@ def test_what_a_mean_is_taken_off_is_stored_in_32_bits(centred: bool) -> None:
     total = reduce("sum", key, times(left, load("q", (index(key), index(column)), "bf16")), "bf16")
     stored, _ = cut(Fused((Output("dk", (row, column), "bf16", total),)), "r0")
     assert [o.dtype for o in stored.outputs] == ["f32" if centred else "bf16"]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_largest_of_all_scores(masked: bool, device: torch.device) -> None:
+    """Of rows, by as many programs; then of those, and of the heads: no program goes through all scores."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT / 4
+        if masked:
+            i = torch.arange(q.shape[-2], device=q.device)
+            scores = scores.masked_fill(i[:, None] < i, -torch.inf)
+        weights = (scores - scores.detach().max()).exp()
+        return weights @ v / weights.sum(-1, keepdim=True)
+
+    def inputs(n: int) -> list[Tensor]:
+        return [torch.randn(2, 3, n, 16, device=device) for _ in range(3)]
+
+    found = explain(attention, *inputs(2048))
+    assert found.kernels and not any(g.fallbacks for g in found.graphs)
+    assert all(k.grid for k in found.kernels if k.loops), "a program for all scores"
+    run_and_check(attention, fl.compile(attention), inputs(90))
+    check_gradients(attention, fl.compile(attention), inputs(90))

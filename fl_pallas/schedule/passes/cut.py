@@ -340,8 +340,11 @@ def _laid(r: Expr, parallel: frozenset[Axis], summed: bool) -> tuple[Axis, ...]:
 
 
 def _is_summed(e: Expr, r: Reduce) -> bool:
-    """Whether what is around `r` is but a sum of it, and it is no larger than what it reads, or not by much."""
-    summed = any(s.kind == "sum" and s is not r and r in reductions(s.body) for s in reductions(e))
+    """Whether what is around `r` is but a sum of it, or the maximum of such maxima (of all scores), and it is no larger
+    than what it reads, or not by much."""
+    others = [s for s in reductions(e) if s is not r]
+    summed = any(s.kind == "sum" and r in reductions(s.body) for s in others)
+    summed = summed or r.kind in ("max", "min") and any(s.kind == r.kind and s.body is r for s in others)
     return summed and not _is_larger_than_read(r, MAX_GROWTH)
 
 
