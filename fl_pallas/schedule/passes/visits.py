@@ -68,7 +68,9 @@ def visiting(
         granules, part = _narrowed(plan, loop, by_pairs, granules)
     ways, rows = _fitting(plan, granules), {**granules.rows}
     read = 0 if of_positions else volume(free_axes(by_pairs)) / MOVED
-    if not ways or part > MOST or (1 - part) * cycles(plan, target) < 3 * LAUNCH + read:
+    # What data tells of small blocks is looked at in each call, and leaves less out than of large ones.
+    launches = 5 if may_have_gaps(by_blocks, loop.axis, tables.rows) else 3
+    if not ways or part > MOST or (1 - part) * cycles(plan, target) < launches * LAUNCH + read:
         return None
     # What positions and given masks tell, pair by pair, what data tells of small blocks, by one pair of each; and what
     # other data does, by the ends of what it holds.
