@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from ..build import op, substitute
-from ..expr import Axis, Expr, const, free_axes, index, raw_op, ref_names
+from ..expr import Axis, Expr, const, free_axes, ref_names
 from ..plan import Loop
 from ..positions import Array, at_positions, is_of_positions
-from .listing import Granules, end_of
+from .listing import Granules, ends_of
 
 # Granules, rows of a run, indices of a granule, runs of all rows, and heads that are looked at.
 GRANULES, ROWS, COLUMNS, RUNS, HEADS = 256, 4, 8, 512, 2
@@ -58,11 +58,7 @@ def of_spans(loop: Loop, rows: Mapping[Axis, int], singles: Sequence[Axis]) -> A
 
 def span_of(loop: Loop, rows: Mapping[Axis, int], runs: Mapping[Axis, Axis]) -> Expr:
     """How many indices lie between the ends of a loop, by the numbers of the runs that a tile's rows are."""
-    ends: dict[Expr, Expr] = {}
-    for a, n in rows.items():
-        first = op("mul", index(runs[a]), const(n, "i64"), dtype="i64")
-        last = op("add", first, const(n - 1, "i64"), dtype="i64")
-        ends |= {end_of(a, "first"): first, end_of(a, "last"): raw_op("min", (last, const(a.extent - 1, "i64")), "i64")}
+    ends = ends_of(rows, runs)
     zero, extent = const(0, "i64"), const(loop.axis.extent, "i64")
     low = zero if loop.lower is None else op("max", substitute(loop.lower, {}, ends), zero, dtype="i64")
     high = extent if loop.upper is None else op("min", substitute(loop.upper, {}, ends), extent, dtype="i64")

@@ -73,6 +73,21 @@ def end_of(axis: Axis, end: str) -> Expr:
     return ref(f"{axis.name}.{end}", (), "i64")
 
 
+def ends_of(rows: Mapping[Axis, int], runs: Mapping[Axis, Axis]) -> dict[Expr, Expr]:
+    """What stands for the references to the ends of a tile, of all rows of a run.
+
+    Args:
+      rows: how many indices a run has of each axis.
+      runs: the axes of their runs.
+    """
+    ends: dict[Expr, Expr] = {}
+    for a, n in rows.items():
+        first = op("mul", index(runs[a]), const(n, "i64"), dtype="i64")
+        last = op("add", first, const(n - 1, "i64"), dtype="i64")
+        ends |= {end_of(a, "first"): first, end_of(a, "last"): raw_op("min", (last, const(a.extent - 1, "i64")), "i64")}
+    return ends
+
+
 def run_of(axis: Axis, side: int) -> Expr:
     """The run that a tile's rows lie in."""
     return op("floordiv", end_of(axis, "first"), const(side, "i64"), dtype="i64")
@@ -127,12 +142,7 @@ def with_visits(
     runs = [Axis(f"r{k}", -(-a.extent // n)) for k, (a, n) in enumerate(rows.items())]
     if math.prod(a.extent for a in (*singles, *runs, granules.every)) > LARGEST:
         return None
-    ends: dict[Expr, Expr] = {}
-    for run, (a, n) in zip(runs, rows.items(), strict=True):
-        first = op("mul", index(run), const(n, "i64"), dtype="i64")
-        last = op("add", first, const(n - 1, "i64"), dtype="i64")
-        ends[end_of(a, "first")] = first
-        ends[end_of(a, "last")] = raw_op("min", (last, const(a.extent - 1, "i64")), "i64")
+    ends = ends_of(rows, dict(zip(rows, runs, strict=True)))
     made = _listing(substitute(kind, {}, ends), (*singles, *runs), granules.every, name, compute)
     where = (*map(index, singles), *(run_of(a, n) for a, n in rows.items()))
     visits = Visits(

@@ -116,8 +116,13 @@ class Known:
 
 def _blocks(condition: Expr, axis: Axis) -> set[int]:
     """By what an index of `axis` is divided in a condition."""
-    found = (n.args for n in walk(condition) if isinstance(n, Op) and n.name == "floordiv")
-    return {int(n.value) for i, n in found if i is index(axis) and isinstance(n, Const)}
+    return {size for n in walk(condition) if (size := block_of(n, axis))}
+
+
+def block_of(n: Expr, axis: Axis) -> int | None:
+    """The size of blocks, where a node is the number of that in which an index of `axis` lies."""
+    by = n.args[1] if isinstance(n, Op) and n.name == "floordiv" and n.args[0] is index(axis) else None
+    return int(by.value) if isinstance(by, Const) else None
 
 
 def _kinds(e: Expr) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from functools import partial, reduce
 import numpy as np
 
 from ..build import FALSE, TRUE, negate, op, substitute
-from ..expr import Axis, Const, Expr, Index, Load, Op, Reduce, children, free_axes, index, loads, ref_names, walk
+from ..expr import Axis, Expr, Index, Load, Op, Reduce, children, free_axes, index, loads, ref_names, walk
 from ..interior import constants
 from ..plan import Choices, KernelPlan, Loop
 from ..positions import is_of_positions
@@ -27,7 +27,7 @@ from .contributes import ASSUMING, contribution
 from .lengths import of_lists, of_spans
 from .listing import Classes, Granules, looked_at, with_visits
 from .long_lists import long_lists
-from .summarised import MIN_GRANULE, Known, Tables
+from .summarised import MIN_GRANULE, Known, Tables, block_of
 from .weigh import LAUNCH, MOVED, cycles, volume
 
 # The part of the granules above which a loop goes through all of them; and what is taken for it where data decides.
@@ -59,7 +59,7 @@ def visiting(
     rows = {a: known.block(a, condition) for a in plan.grid if a in tables.rows}
     apart = partial(_apart, axis=loop.axis, rows=rows, granule=tables.granule)
     by_pairs, by_blocks, _ = apart(condition)
-    looks = may_have_gaps(by_pairs, loop.axis, tables.rows)
+    looks, looks_at_blocks = (may_have_gaps(e, loop.axis, tables.rows) for e in (by_pairs, by_blocks))
     singles = tuple(a for a in plan.grid if a in tables.single)
     granules = Granules(loop.axis, tables.granule, known.granules, rows, singles)
     of_positions = is_of_positions(by_pairs)
@@ -69,14 +69,14 @@ def visiting(
     ways, rows = _fitting(plan, granules), {**granules.rows}
     read = 0 if of_positions else volume(free_axes(by_pairs)) / MOVED
     # What data tells of small blocks is looked at in each call, and leaves less out than of large ones.
-    launches = 5 if may_have_gaps(by_blocks, loop.axis, tables.rows) else 3
+    launches = 5 if looks_at_blocks else 3
     if not ways or part > MOST or (1 - part) * cycles(plan, target) < launches * LAUNCH + read:
         return None
     # What positions and given masks tell, pair by pair, what data tells of small blocks, by one pair of each; and what
     # other data does, by the ends of what it holds.
     seen, looking, left = list[Classes](), list[KernelPlan](), {0, 1, 2}
-    for n, asked in enumerate((by_pairs, by_blocks)):
-        if may_have_gaps(asked, loop.axis, tables.rows):
+    for n, asked in enumerate((looks, looks_at_blocks)):
+        if asked:
             exact = _classes(loop, lambda e: (e, e), lambda e, n=n: apart(e)[n])
             steps = _steps(op("and", exact.possible, exact.certain, dtype="bool"), (loop.axis, *rows)) if n else {}
             looked = None if steps is None else looked_at(exact, granules, f"{name}{'_b' * n}", plan.compute, steps)
@@ -168,19 +168,13 @@ def _steps(condition: Expr, axes: Iterable[Axis]) -> dict[Axis, int] | None:
     steps: dict[Axis, int] = {}
     for a in axes:
         users = [n for n in walk(condition) if index(a) in children(n)]
-        blocks = [size for n in users if (size := _block(n, a))]
+        blocks = [size for n in users if (size := block_of(n, a))]
         if len(blocks) < len(users):
             return None
         if blocks:
             size = math.gcd(*blocks)
             steps[a] = size & -size
     return steps if steps and min(steps.values()) >= LEAST else None
-
-
-def _block(n: Expr, axis: Axis) -> int | None:
-    """The size of blocks, where a node is the number of that in which an index of `axis` lies."""
-    by = n.args[1] if isinstance(n, Op) and n.name == "floordiv" and n.args[0] is index(axis) else None
-    return int(by.value) if isinstance(by, Const) else None
 
 
 def _is_of_pairs(n: Load, axis: Axis, rows: Collection[Axis]) -> bool:
