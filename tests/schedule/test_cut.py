@@ -65,7 +65,7 @@ class Moved(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pairs = nn.Sequential(nn.Linear(17, 12), nn.SiLU(), nn.Linear(12, 12), nn.SiLU(), nn.Linear(12, 1))
+        self.pairs = nn.Sequential(nn.Linear(17, 32), nn.SiLU(), nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 1))
 
     def forward(self, nodes: Tensor, points: Tensor) -> Tensor:
         size = (*points.shape[:2], points.shape[1], nodes.shape[2])

@@ -70,6 +70,10 @@ PATTERNS: dict[str, tuple[Mask, Callable[[], tuple[Tensor, ...]]]] = {
     "a table of small blocks, or near": (
         lambda i, j, t: t[:, i // 16, j // 32] | (i // 8 == j // 8), lambda: (chosen()[:, :1].repeat(1, 40, 2),)
     ),
+    "picked small blocks before, or its own": (
+        lambda i, j, p: ((p[:, i // 16] == (j // 16)[:, None]).any(-1) & (j <= i)) | (i // 16 == j // 16),
+        lambda: (picked(size=16),),
+    ),
     "a table of blocks": (lambda i, j, t: t[:, i // 64, j // 64], lambda: (chosen(),)),
     "a mask that is given": (lambda i, j, m: m, lambda: (seen_by_each(),)),
     "a mask that is given, and a window": (lambda i, j, m: m & (i - j < 200), lambda: (seen_by_each(),)),

@@ -34,6 +34,8 @@ from .weigh import LAUNCH, MOVED, cycles, volume
 MOST, UNKNOWN_PART = 0.75, 0.5
 # The least blocks of which one pair is looked at for all.
 LEAST = 8
+# The most conditions that a condition is parted into.
+MOST_PARTS = 16
 # Runs are half as long where they then visit less than this part of the granules.
 NARROW = 0.75
 
@@ -58,14 +60,18 @@ def visiting(
     known = Known(loop.axis, tables)
     rows = {a: known.block(a, condition) for a in plan.grid if a in tables.rows}
     apart = partial(_apart, axis=loop.axis, rows=rows, granule=tables.granule)
-    by_pairs, by_blocks, _ = apart(condition)
-    looks, looks_at_blocks = (may_have_gaps(e, loop.axis, tables.rows) for e in (by_pairs, by_blocks))
+    by_pairs, by_blocks, others = apart(condition)
+    looks, looks_at_blocks, unseen = (may_have_gaps(e, loop.axis, tables.rows) for e in (by_pairs, by_blocks, others))
     singles = tuple(a for a in plan.grid if a in tables.single)
     granules = Granules(loop.axis, tables.granule, known.granules, rows, singles)
     of_positions = is_of_positions(by_pairs)
     part = UNKNOWN_PART
     if looks and of_positions:
-        granules, part = _narrowed(plan, loop, by_pairs, granules)
+        narrowed, part = _narrowed(plan, loop, by_pairs, granules)
+        looks = part <= MOST
+        granules = narrowed if looks else granules
+        if not looks and (looks_at_blocks or unseen):
+            part = UNKNOWN_PART
     ways, rows = _fitting(plan, granules), {**granules.rows}
     read = 0 if of_positions else volume(free_axes(by_pairs)) / MOVED
     # What data tells of small blocks is looked at in each call, and leaves less out than of large ones.
@@ -152,13 +158,18 @@ def _apart(condition: Expr, axis: Axis, rows: Mapping[Axis, int], granule: int) 
     Args:
       rows: how many indices a run has of each.
     """
-    found = [TRUE, TRUE, TRUE]
-    for e in _conjuncts(condition):
+
+    def kind(e: Expr) -> int:
         given = {n for n in loads(e) if n.dtype == "bool" and _is_of_pairs(n, axis, rows)}
-        n = 0 if is_of_positions(e, given) else 2
-        if n and (steps := _steps(e, (axis, *rows))):
-            n = 1 if any(step % {axis: granule, **rows}[a] for a, step in steps.items()) else 2
-        found[n] = op("and", found[n], e, dtype="bool")
+        if is_of_positions(e, given):
+            return 0
+        steps = _steps(e, (axis, *rows)) or {}
+        return 1 if any(step % {axis: granule, **rows}[a] for a, step in steps.items()) else 2
+
+    found = [TRUE, TRUE, TRUE]
+    for whole in _conjuncts(condition):
+        for e in (whole,) if kind(whole) < 2 else _distributed(whole):
+            found[kind(e)] = op("and", found[kind(e)], e, dtype="bool")
     return found[0], found[1], found[2]
 
 
@@ -181,6 +192,14 @@ def _is_of_pairs(n: Load, axis: Axis, rows: Collection[Axis]) -> bool:
     """Whether a tensor is read by an index of the axis and by a row: by neither's block."""
     plain = {i.axis for i in n.index if isinstance(i, Index)}
     return axis in plain and not plain.isdisjoint(rows)
+
+
+def _distributed(e: Expr) -> list[Expr]:
+    """(a and b) or c, as what it joins by `and`: a or c, b or c."""
+    if not (isinstance(e, Op) and e.name == "or"):
+        return [e]
+    left, right = ([*_conjuncts(a)] for a in e.args)
+    return [op("or", a, b, dtype="bool") for a in left for b in right] if len(left) * len(right) <= MOST_PARTS else [e]
 
 
 def _conjuncts(e: Expr) -> Iterator[Expr]:
