@@ -187,7 +187,12 @@ class _Specialised:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return self._differentiable(args)
         aten = functional(self.gm, args)
-        return self._between_writes(args) if aten is None else self._compiled(aten, args, self.gm, Together())[0]
+        if aten is None:
+            return self._between_writes(args)
+        together = Together()
+        run, _ = self._compiled(aten, args, self.gm, together)
+        together.begin()
+        return run
 
     def _between_writes(self, args: Sequence[Any]) -> Callable[..., Any]:
         """What writes to inputs by PyTorch, and the rest in parts that do not."""
@@ -228,6 +233,7 @@ class _Specialised:
                 return self._whole(args)  # Inductor does better by a graph that nobody has taken apart
             again = computed_again(made["forward"], made["backward"])
             if not again:
+                together.begin()
                 return run
             program = made["forward"].program
             limit = given_or_returned(program, program.saved)

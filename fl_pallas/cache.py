@@ -26,6 +26,8 @@ from .meanwhile import Meanwhile
 
 # The folder of Triton's own files.
 TRITON = "triton"
+# Whether the user chose where Triton keeps its files; later on Inductor says so of a folder of its own.
+CHOSEN = "TRITON_CACHE_DIR" in os.environ
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,9 @@ def write(key: str, entry: dict[str, Any]) -> None:
 
 
 def cubins() -> Meanwhile:
-    """Triton keeps its own files in this cache meanwhile, unless the user chose a place (TRITON_CACHE_DIR)."""
+    """Triton keeps its own files in this cache meanwhile, unless the user chose a place (TRITON_CACHE_DIR). To be left
+    soon: Inductor's kernels are kept so too.
+    """
     return _keeping
 
 
@@ -108,12 +112,18 @@ def _kept() -> Iterator[None]:
     from triton import knobs
 
     place = _place()
-    if place is None or "TRITON_CACHE_DIR" in os.environ:
+    if place is None or CHOSEN:
         yield
         return
-    with knobs.cache.scope():
-        knobs.cache.dir = str(place / TRITON)
+    # What assigns to the attribute writes to the environment too, which Inductor reads in other threads.
+    set_here = vars(knobs.cache)
+    before = {"dir": set_here["dir"]} if "dir" in set_here else {}
+    set_here["dir"] = str(place / TRITON)
+    try:
         yield
+    finally:
+        del set_here["dir"]
+        set_here |= before
 
 
 _keeping = Meanwhile(_kept)

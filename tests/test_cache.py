@@ -17,7 +17,7 @@ from fl_pallas import cache
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setattr(cache, "CHOSEN", False)
     kept = fl.config.cache, fl.config.cache_mb
     fl.config.cache = str(tmp_path / "cache")
     yield tmp_path / "cache"

@@ -316,7 +316,7 @@ class DirectKernel:
             operands = _moved(operands, moved, device)
             launch = descriptors = None
             if self._programs:
-                with cache.cubins(), short_turns:
+                with short_turns:
                     launch = self._built(operands, device.index)  # type: ignore[arg-type]
                 descriptors = launch.descriptors(operands)
             while len(self._versions) >= MAX_VERSIONS:

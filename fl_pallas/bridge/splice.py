@@ -126,7 +126,7 @@ class RegionRunner:
         """The first call, which compiles the kernels and times their choices."""
         with progress(len(self._steps)) as count:
             calls, _ = self._calls(tensors)
-            self.together.compile(self, calls)
+            self.together.compile(calls)
             return self._with_kept(tensors, count)
 
     def expect(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -137,7 +137,7 @@ class RegionRunner:
         calls, results = self._calls(tensors)
         if len(calls) < len(self._steps):
             raise Unsupported("the region", "its kernels are JAX's to compile")
-        self.together.expect(self, calls)
+        self.together.expect(calls)
         return results
 
     def _calls(self, tensors: Sequence[torch.Tensor]) -> tuple[Calls, list[torch.Tensor]]:

@@ -20,6 +20,7 @@ from triton.backends.nvidia.compiler import CUDABackend, ptx_get_version
 from triton.compiler import CompiledKernel
 from triton.runtime.cache import get_cache_manager, triton_key
 
+from .. import cache
 from ..errors import Unsupported
 from .compiler import VERSION, settings
 from .compiler import compiled as compiled_here
@@ -113,13 +114,16 @@ def compile_kernel(lowered: Lowered, capability: int) -> Any:
     with _file(lowered) as path:
         asked = {"path": path, "capability": capability, "options": options}
         asked |= {"settings": settings(), "newest": lowered.newest}
-        kept = _elsewhere({**asked, "key": hashing().result(), "cache": str(knobs.cache.dir)}, lowered.name)
+        with cache.cubins():
+            asked["cache"] = str(knobs.cache.dir)
+        kept = _elsewhere({**asked, "key": hashing().result()}, lowered.name)
         if kept is not None and (kernel := kept_kernel(kept)) is not None:
             return kernel
         if lowered.newest:
             raise _refusal(lowered.name, capability, "the user's own kernels would be assembled by another ptxas")
         try:
-            return compiled_here(path, capability, options)
+            with cache.cubins():
+                return compiled_here(path, capability, options)
         except Exception as e:  # LLVM, ptxas and MLIR each have their own
             raise _refusal(lowered.name, capability, e) from e
 
@@ -151,7 +155,8 @@ def kept_kernel(address: dict[str, str]) -> Any | None:
     `triton.compile` would find it too, once it has hashed Triton's own files, which the version of `fl_pallas.cache`
     stands for here.
     """
-    group = get_cache_manager(address["hash"]).get_group(address["name"])
+    with cache.cubins():
+        group = get_cache_manager(address["hash"]).get_group(address["name"])
     if not group or address["name"] not in group or not any(name.endswith(".cubin") for name in group):
         return None
     with contextlib.suppress(OSError):

@@ -20,6 +20,8 @@ from typing import Any
 import triton
 from triton.compiler import CompiledKernel
 
+from .. import cache
+
 # What launchers know of a kernel besides its arguments. Kernels that want scratch memory are not launched.
 _PLAIN = SimpleNamespace(
     num_ctas=1,
@@ -43,7 +45,12 @@ class _Source:
 @functools.cache
 def starting() -> Future[Any]:
     """Triton's driver, for which a C compiler runs where Triton's cache is empty: 0.4 s, begun in a thread here."""
-    return ThreadPoolExecutor(1).submit(lambda: triton.runtime.driver.active)
+    return ThreadPoolExecutor(1).submit(_driver)
+
+
+def _driver() -> Any:
+    with cache.cubins():
+        return triton.runtime.driver.active
 
 
 _launchers: dict[tuple[int, int], Future[Any]] = {}
@@ -63,7 +70,9 @@ def launcher(pointers: int, descriptors: int) -> Future[Any]:
 
 
 def _made(source: _Source) -> Any:
-    return starting().result().launcher_cls(source, _PLAIN)
+    driver = starting().result()
+    with cache.cubins():
+        return driver.launcher_cls(source, _PLAIN)
 
 
 # Threads do not live on in a forked process.

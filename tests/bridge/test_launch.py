@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 import fl_pallas as fl
-from fl_pallas import realise
+from fl_pallas import cache, realise
 from fl_pallas.bridge import launch
 from fl_pallas.bridge.launch import DirectKernel, unavailable
 from fl_pallas.bridge.order import alignment
+from fl_pallas.bridge.splice import RegionRunner
 from fl_pallas.kernels import cubin, fit
 from fl_pallas.kernels.compiler import address
 from fl_pallas.kernels.cubin import compile_kernel, hashing, kept_kernel
@@ -203,7 +204,7 @@ class Compiled(Recorded):
 
 def test_what_is_kept_is_not_compiled(hopper: list[Recorded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither lowered nor compiled, and Triton's files are not hashed; compiled again where its code is gone."""
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setattr(cache, "CHOSEN", False)
     counted: list[Lowered] = []
     monkeypatch.setattr(cubin, "compile_kernel", lambda *a: counted.append(a[0]) or compile_kernel(*a))
     inputs = qkv()
@@ -273,6 +274,33 @@ def test_kernels_of_both_passes_are_compiled_by_the_first_call(
     assert len(compiled) == len(hopper) > 4
     out.sum().backward()
     assert len(compiled) == len(hopper) and all(kernel.launches for kernel in hopper)
+
+
+@pytest.mark.long
+def test_kernels_are_begun_once_both_passes_are_planned(
+    hopper: list[Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch compiles the rest meanwhile; the first call of a region waits for what was begun."""
+    monkeypatch.setattr(realise, "_launcher", lambda plan, *_: Compiled(plan))
+    begun, called, done = threading.Event(), threading.Event(), list[str]()
+
+    def fitted(plan: KernelPlan, *rest: Any) -> Any:
+        begun.set()
+        assert called.wait(60)
+        made = fitting(plan, *rest)
+        done.append(plan.name)
+        return made
+
+    def first(runner: RegionRunner, tensors: Sequence[Tensor]) -> Any:
+        assert begun.wait(60)
+        called.set()
+        return run_first(runner, tensors)
+
+    run_first = RegionRunner._first
+    monkeypatch.setattr(RegionRunner, "_first", first)
+    monkeypatch.setattr(fit, "fitting", fitted)
+    fl.compile(attention)(*(t.requires_grad_() for t in qkv())).sum().backward()
+    assert len(done) == len(hopper) > 2
 
 
 @pytest.mark.long
