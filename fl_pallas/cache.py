@@ -22,12 +22,9 @@ from typing import Any
 import platformdirs
 
 from .config import config
-from .meanwhile import Meanwhile
 
 # The folder of Triton's own files.
 TRITON = "triton"
-# Whether the user chose where Triton keeps its files; later on Inductor says so of a folder of its own.
-CHOSEN = "TRITON_CACHE_DIR" in os.environ
 
 
 @dataclass(frozen=True)
@@ -100,33 +97,10 @@ def write(key: str, entry: dict[str, Any]) -> None:
         _prune()
 
 
-def cubins() -> Meanwhile:
-    """Triton keeps its own files in this cache meanwhile, unless the user chose a place (TRITON_CACHE_DIR). To be left
-    soon: Inductor's kernels are kept so too.
-    """
-    return _keeping
-
-
-@contextlib.contextmanager
-def _kept() -> Iterator[None]:
-    from triton import knobs
-
+def triton_folder() -> Path | None:
+    """Where Triton's own files are kept; None if the cache is switched off."""
     place = _place()
-    if place is None or CHOSEN:
-        yield
-        return
-    # What assigns to the attribute writes to the environment too, which Inductor reads in other threads.
-    set_here = vars(knobs.cache)
-    before = {"dir": set_here["dir"]} if "dir" in set_here else {}
-    set_here["dir"] = str(place / TRITON)
-    try:
-        yield
-    finally:
-        del set_here["dir"]
-        set_here |= before
-
-
-_keeping = Meanwhile(_kept)
+    return None if place is None else place / TRITON
 
 
 def _place() -> Path | None:

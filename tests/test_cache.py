@@ -13,11 +13,12 @@ from triton import knobs
 
 import fl_pallas as fl
 from fl_pallas import cache
+from fl_pallas.kernels.chosen import CHOSEN, as_chosen
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(cache, "CHOSEN", False)
+    monkeypatch.setitem(CHOSEN, "TRITON_CACHE_DIR", None)
     kept = fl.config.cache, fl.config.cache_mb
     fl.config.cache = str(tmp_path / "cache")
     yield tmp_path / "cache"
@@ -62,7 +63,7 @@ def test_what_was_used_last_stays(place: Path) -> None:
 def test_a_kernel_of_tritons_goes_whole(place: Path) -> None:
     """It takes some of a kernel's files for all, and does not compile again; one that was used lately stays."""
     fl.config.cache_mb = 1
-    with cache.cubins():
+    with as_chosen():
         folder = Path(knobs.cache.dir)
     for age, name in ((30, "used"), (20, "old")):
         for kind in ("json", "cubin"):

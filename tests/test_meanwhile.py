@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fl_pallas import cache
 from fl_pallas.config import config
+from fl_pallas.kernels.chosen import CHOSEN, as_chosen
 from fl_pallas.meanwhile import TURN, Meanwhile, short_turns
 
 
@@ -61,9 +61,9 @@ def test_triton_keeps_its_files_here_until_the_last_thread_is_done(
 ) -> None:
     knobs = pytest.importorskip("triton", reason="kernels are compiled by the package triton").knobs
     monkeypatch.setattr(config, "cache", str(tmp_path))
-    monkeypatch.setattr(cache, "CHOSEN", False)
+    monkeypatch.setitem(CHOSEN, "TRITON_CACHE_DIR", None)
     before = knobs.cache.dir
-    one, other = cache.cubins(), cache.cubins()
+    one, other = as_chosen(), as_chosen()
     one.__enter__()
     other.__enter__()
     one.__exit__(None, None, None)

@@ -10,6 +10,7 @@ import torch
 
 from .. import cache
 from ..kernels.blocks import ENGINE
+from ..kernels.chosen import as_chosen
 from ..kernels.lower import ALIGNMENT, Lowered, lower
 from ..kernels.sizes import Laid
 from ..schedule.plan import KernelPlan, fingerprint
@@ -82,7 +83,8 @@ def order(kernel: Laid, aligned: tuple[int, ...], index: int, tune: int) -> Orde
     tune = 1 if torch.cuda.is_current_stream_capturing() else max(1, min(tune, 1 + len(kernel.plan.others)))
     where = torch.cuda.get_device_name(index) if tune > 1 else capability(index)
     layout = (kernel.operands, kernel.outputs, aligned)
-    key = cache.key_of(fingerprint(kernel.plan), layout, float32_products(), where, tune, settings())
+    with as_chosen():
+        key = cache.key_of(fingerprint(kernel.plan), layout, float32_products(), where, tune, settings())
     return Order(kernel, aligned, index, tune, key)
 
 

@@ -20,8 +20,8 @@ from triton.backends.nvidia.compiler import CUDABackend, ptx_get_version
 from triton.compiler import CompiledKernel
 from triton.runtime.cache import get_cache_manager, triton_key
 
-from .. import cache
 from ..errors import Unsupported
+from .chosen import as_chosen
 from .compiler import VERSION, settings
 from .compiler import compiled as compiled_here
 from .listing import listing, told
@@ -113,16 +113,15 @@ def compile_kernel(lowered: Lowered, capability: int) -> Any:
         options["ptx_version"] = 10 * major + minor
     with _file(lowered) as path:
         asked = {"path": path, "capability": capability, "options": options}
-        asked |= {"settings": settings(), "newest": lowered.newest}
-        with cache.cubins():
-            asked["cache"] = str(knobs.cache.dir)
+        with as_chosen():
+            asked |= {"settings": settings(), "newest": lowered.newest, "cache": str(knobs.cache.dir)}
         kept = _elsewhere({**asked, "key": hashing().result()}, lowered.name)
         if kept is not None and (kernel := kept_kernel(kept)) is not None:
             return kernel
         if lowered.newest:
             raise _refusal(lowered.name, capability, "the user's own kernels would be assembled by another ptxas")
         try:
-            with cache.cubins():
+            with as_chosen():
                 return compiled_here(path, capability, options)
         except Exception as e:  # LLVM, ptxas and MLIR each have their own
             raise _refusal(lowered.name, capability, e) from e
@@ -155,7 +154,7 @@ def kept_kernel(address: dict[str, str]) -> Any | None:
     `triton.compile` would find it too, once it has hashed Triton's own files, which the version of `fl_pallas.cache`
     stands for here.
     """
-    with cache.cubins():
+    with as_chosen():
         group = get_cache_manager(address["hash"]).get_group(address["name"])
     if not group or address["name"] not in group or not any(name.endswith(".cubin") for name in group):
         return None

@@ -20,7 +20,7 @@ from typing import Any
 import triton
 from triton.compiler import CompiledKernel
 
-from .. import cache
+from .chosen import as_chosen
 
 # What launchers know of a kernel besides its arguments. Kernels that want scratch memory are not launched.
 _PLAIN = SimpleNamespace(
@@ -49,7 +49,7 @@ def starting() -> Future[Any]:
 
 
 def _driver() -> Any:
-    with cache.cubins():
+    with as_chosen():
         return triton.runtime.driver.active
 
 
@@ -71,7 +71,7 @@ def launcher(pointers: int, descriptors: int) -> Future[Any]:
 
 def _made(source: _Source) -> Any:
     driver = starting().result()
-    with cache.cubins():
+    with as_chosen():
         return driver.launcher_cls(source, _PLAIN)
 
 

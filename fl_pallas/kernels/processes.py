@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from . import compiler
+from .chosen import environment
 
 # The most that are started ahead of what they will compile.
 AHEAD = 16
@@ -32,7 +33,9 @@ class _Process:
         command = [sys.executable, "-P", str(Path(compiler.__file__)), json.dumps(sys.path)]
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         # In a session of its own it is not interrupted by Ctrl-C; it ends when its input does.
-        self._popen = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nothing, start_new_session=True)
+        self._popen = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=nothing, env=environment(), start_new_session=True
+        )
 
     def answer(self, asked: dict[str, Any]) -> dict[str, str]:
         """Raises: Ended."""

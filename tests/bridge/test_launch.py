@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 import fl_pallas as fl
-from fl_pallas import cache, realise
+from fl_pallas import realise
 from fl_pallas.bridge import launch
 from fl_pallas.bridge.launch import DirectKernel, unavailable
 from fl_pallas.bridge.order import alignment
 from fl_pallas.bridge.splice import RegionRunner
 from fl_pallas.kernels import cubin, fit
+from fl_pallas.kernels.chosen import CHOSEN
 from fl_pallas.kernels.compiler import address
 from fl_pallas.kernels.cubin import compile_kernel, hashing, kept_kernel
 from fl_pallas.kernels.fit import fitting
@@ -204,7 +205,7 @@ class Compiled(Recorded):
 
 def test_what_is_kept_is_not_compiled(hopper: list[Recorded], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither lowered nor compiled, and Triton's files are not hashed; compiled again where its code is gone."""
-    monkeypatch.setattr(cache, "CHOSEN", False)
+    monkeypatch.setitem(CHOSEN, "TRITON_CACHE_DIR", None)
     counted: list[Lowered] = []
     monkeypatch.setattr(cubin, "compile_kernel", lambda *a: counted.append(a[0]) or compile_kernel(*a))
     inputs = qkv()

@@ -17,6 +17,7 @@ from triton import knobs
 from fl_pallas.bridge.dlpack import matmul_precision
 from fl_pallas.errors import Unsupported
 from fl_pallas.kernels import cubin, processes
+from fl_pallas.kernels.chosen import as_chosen
 from fl_pallas.kernels.compiler import compiled
 from fl_pallas.kernels.cubin import compile_kernel
 from fl_pallas.kernels.listing import listing
@@ -61,6 +62,24 @@ def test_its_words(lowered: Lowered, here: list[str]) -> None:
     with pytest.raises(Unsupported, match="num_warps must be"):
         compile_kernel(replace(lowered, warps=3), 90)
     assert compile_kernel(lowered, 90).asm["cubin"] and not here
+
+
+def test_what_inductor_says_of_triton_is_not_for_us(
+    lowered: Lowered, here: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it compiles, it puts PyTorch's ptxas into the environment, and its own folder of Triton's files."""
+    own, folder = knobs.nvidia.ptxas.path, str(tmp_path)
+    compile_kernel(lowered, 90)
+    (tmp_path / "ptxas").symlink_to(own)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "ptxas"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "inductor"))
+    assert knobs.nvidia.ptxas.path != own
+    with as_chosen():
+        assert knobs.nvidia.ptxas.path == own and knobs.cache.dir == folder
+    compile_kernel(replace(lowered, warps=2), 90)
+    processes._pool.end()
+    compile_kernel(replace(lowered, warps=8), 90)
+    assert not here and not (tmp_path / "inductor").exists()
 
 
 def test_a_process_that_has_ended(lowered: Lowered, here: list[str]) -> None:
