@@ -20,6 +20,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ..errors import Unsupported
 from .put import by_sums
@@ -68,7 +69,8 @@ def _by_inductor(gm: GraphModule, examples: Sequence[torch.Tensor]) -> Function:
     """A graph as Inductor compiles it, for tensors that lie as the examples."""
     from torch._inductor.decomposition import select_decomp_table
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # Inductor keeps what it made on disk where symbols would have a place, of which there are none here.
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     plain = torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast()
     with plain[0], plain[1], plain[2], unset_fake_temporarily(), _as_eager(), tracing(TracingContext(mode)):
         with mode:

@@ -89,11 +89,12 @@ def generalise(a: Laid, b: Laid, units: bool = True) -> Laid:
 
 
 def opened(a: Laid) -> Laid:
-    """A kernel for other sizes than those of `a` too: all but those of axes that a tile has whole are given at launch.
+    """A kernel for other sizes than those of `a` too: all but those of axes that each program has whole are given at
+    launch.
 
     Raises: Mismatch.
     """
-    tiled = {axis for axis, n in a.plan.choices.tiles if axis.extent != n}
+    tiled = {axis for axis, n in a.plan.choices.tiles if axis.extent != n or axis in a.plan.grid}
     fixed = {0, 1, *(axis.extent for axis in _axes(a.plan) - tiled)}
     return _joined(a, a, lambda x, _: x not in fixed, units=False)
 
@@ -193,8 +194,10 @@ class _Walk:
 
     def __init__(self, a: Laid, b: Laid, join: Callable[[int | Size, int, bool], int | Size]):
         self.a, self.b, self.join = a, b, join
-        self.known: dict[tuple[int, int], Expr] = {}
+        self.known: dict[tuple[int, int, tuple[tuple[str, str], ...]], Expr] = {}
+        # Names of axes that differ, within the reductions that are gone through; as the key of what is known there.
         self.bound: dict[str, str] = {}
+        self.scope: tuple[tuple[str, str], ...] = ()
         # The axes that are tiled; what bounds of loops reduce over else is taken whole, and needs room.
         self.tiled = {axis.name for axis in (*a.plan.grid, *(loop.axis for loop in a.plan.loops))}
         # What a tile has whole, for reductions over it, has room in that, and is named by its extent.
@@ -250,7 +253,7 @@ class _Walk:
         if isinstance(x, Size) and isinstance(y, int):
             return self.integer(x, y, 1)
         if isinstance(x, (Const, Size, Index, Load, Op, Reduce, Ref)):
-            key = (id(x), id(y))
+            key = (id(x), id(y), self.scope)
             if key not in self.known:
                 self.known[key] = self.expr(x, y)
             return self.known[key]
@@ -297,9 +300,13 @@ class _Walk:
             assert isinstance(y, Reduce)
             if x.kind != y.kind:
                 raise Mismatch("reductions")
-            # What a reduction binds is named by its extent.
-            if self.bound.setdefault(x.axis.name, y.axis.name) != y.axis.name:
-                raise Mismatch("axes")
-            return raw_reduce(x.kind, self.axis(x.axis, y.axis), self.anything(x.body, y.body), x.dtype)
+            # What a reduction binds is named by its extent, which another may have in one of the kernels alone.
+            before = self.bound, self.scope
+            if self.bound.get(x.axis.name) != y.axis.name:
+                self.bound = {**self.bound, x.axis.name: y.axis.name}
+                self.scope = tuple(sorted(self.bound.items()))
+            made = raw_reduce(x.kind, self.axis(x.axis, y.axis), self.anything(x.body, y.body), x.dtype)
+            self.bound, self.scope = before
+            return made
         assert isinstance(y, Ref)
         return ref(x.name, self.anything(x.axes, y.axes), x.dtype) if x.name == y.name else self.fail("references")

@@ -106,6 +106,15 @@ def test_three_lengths_need_one_kernel() -> None:
     assert tuple(sizes_of(many, kernel("causal_where", n, bf16))[0] for n in lengths) == lengths
 
 
+def test_reductions_of_one_extent_over_what_differs() -> None:
+    """Of 1024 tokens, that is: 16 granules, and 16 features."""
+    first, other = ([k for k in kernels("document_causal", n) if not k.plan.minor][0] for n in (1024, 1500))
+    many = generalise(first, other)
+    for own in (first, other):
+        for got, want in zip(by(many, own), alone(own), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_a_minor_kernel_serves_all_lengths_from_the_start() -> None:
     """The summaries of a document mask, whose bounds another kernel reads."""
     first = kernel("document_causal", 1500)
@@ -117,8 +126,10 @@ def test_a_minor_kernel_serves_all_lengths_from_the_start() -> None:
             np.testing.assert_array_equal(got, want)
 
 
-def test_three_kernels_for_documents_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that summarises, one for the first length, one for all others."""
+@pytest.mark.parametrize("lengths", [(1500, 1033, 1800, 1280), (1024, 1033, 1800, 1280)])
+def test_three_kernels_for_documents_of_any_length(lengths: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that summarises, one for the first length, one for all others; of 1024 tokens as many granules as features,
+    and as many as a tile of those has."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(launch, "_given", lambda found, many, own, index: (found, sizes_of(many, own))[0])
     family, built = launch.Family(), []
@@ -127,7 +138,7 @@ def test_three_kernels_for_documents_of_any_length(monkeypatch: pytest.MonkeyPat
         built.append(made.plan.name)
         return launch._Launch(lambda *_: None, 1, (), None), made.plan.choices
 
-    for seq in (1500, 1033, 1800, 1280):
+    for seq in lengths:
         for own in kernels("document_causal", seq):
             family.launch((), own, build, 0)
     assert sorted(built) == ["r0_k0", "r0_k0", "r0_k0_tiles"]
