@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -176,3 +177,43 @@ def test_a_maximum_that_is_clamped_from_below(low: float, device: torch.device) 
     run_and_check(attention, fl.compile(attention), given)
     if low > -torch.inf:
         check_gradients(attention, fl.compile(attention), given)
+
+
+def weights(q: Tensor, k: Tensor) -> Tensor:
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    return (q @ k.mT / 4).masked_fill(~seen, -math.inf).softmax(-1)
+
+
+def entropy(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    p = weights(q, k)
+    return -(p * p.log()).sum(-1)
+
+
+def roots(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return weights(q, k).sqrt() @ v
+
+
+@pytest.mark.parametrize("fn", [entropy, roots])
+def test_weights_of_0_whose_logarithm_or_root_is_taken(fn: Callable[..., Tensor], device: torch.device) -> None:
+    """NaN in every row but the last, also where all that a row does not see lies in tiles of its own."""
+    inputs = [torch.randn(133, 8, device=device, requires_grad=True) for _ in range(3)]
+    found, wanted = (
+        [out, *torch.autograd.grad(out.sum(), inputs, allow_unused=True)]
+        for out in (fl.compile(fn)(*inputs), fn(*inputs))
+    )
+    for got, want in zip(found, wanted, strict=True):
+        assert (got is None) == (want is None)
+        if got is not None and want is not None:
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_entropies_without_nan_still_skip_tiles() -> None:
+    """Where an eps, a clamp or a selection keeps the logarithm of 0 out."""
+    ways: list[Callable[[Tensor], Tensor]] = [
+        lambda p: p * (p + 1e-9).log(), lambda p: p * p.clamp_min(1e-9).log(), torch.special.entr,
+        lambda p: p * torch.where(p > 0, p.log(), 0),
+    ]  # fmt: skip
+    for way in ways:
+        torch.compiler.reset()
+        (kernel,) = explain(lambda q, k, way=way: way(weights(q, k)).sum(-1), *(torch.randn(300, 8),) * 2).kernels
+        assert all(loop.upper is not None for loop in kernel.loops)

@@ -175,7 +175,10 @@ def _unless(e: Expr, identity: float, finite: frozenset[str], unseeing: frozense
     """A condition that holds wherever `e` differs from `identity` (0, inf or -inf)."""
 
     def unless(x: Expr, value: float, others: tuple[Expr, ...] = ()) -> Expr:
-        are_finite = all(_is_finite(o, finite) and unseeing.isdisjoint(loads(o)) for o in others)
+        are_finite = all(
+            _is_finite(o, finite) and unseeing.isdisjoint(loads(o)) and not _diverges(o, finite, unseeing)
+            for o in others
+        )
         return _unless(x, value, finite, unseeing) if are_finite else TRUE
 
     def either(name: str, a: Expr, b: Expr) -> Expr:
@@ -206,6 +209,26 @@ def _unless(e: Expr, identity: float, finite: frozenset[str], unseeing: frozense
         if e.name in ("add", "sub"):
             return either("or", unless(e.args[0], 0.0), unless(e.args[1], 0.0))
     return TRUE
+
+
+def _diverges(e: Expr, finite: frozenset[str], unseeing: frozenset[Load]) -> bool:
+    """Whether a mask makes `e` infinite, or has the logarithm of 0 in it, or a quotient by 0: 0 · log(0) is NaN, as
+    PyTorch's.
+
+    Where a selection keeps it out of the result, `_where_masked` sees that.
+    """
+    if any(_unless(e, value, finite, unseeing) is not TRUE for value in (-math.inf, math.inf)):
+        return True
+
+    def vanishes(x: Expr) -> bool:
+        if isinstance(x, Op) and x.name == "sqrt":
+            return vanishes(x.args[0])
+        if isinstance(x, Op) and x.name == "mul":
+            return any(map(vanishes, x.args))
+        return not isinstance(x, Const) and _unless(x, 0.0, finite, unseeing) is not TRUE
+
+    divisors = {"log": 0, "log2": 0, "div": 1, "quotient": 1}
+    return any(isinstance(n, Op) and n.name in divisors and vanishes(n.args[divisors[n.name]]) for n in walk(e))
 
 
 def _is_positive(e: Expr) -> bool:
