@@ -84,7 +84,8 @@ def order(kernel: Laid, aligned: tuple[int, ...], index: int, tune: int) -> Orde
     where = torch.cuda.get_device_name(index) if tune > 1 else capability(index)
     layout = (kernel.operands, kernel.outputs, aligned)
     with as_chosen():
-        key = cache.key_of(fingerprint(kernel.plan), layout, float32_products(), where, tune, settings())
+        triton = settings()
+    key = cache.key_of(fingerprint(kernel.plan), layout, float32_products(), where, tune, triton)
     return Order(kernel, aligned, index, tune, key)
 
 

@@ -169,7 +169,8 @@ def _apart(condition: Expr, axis: Axis, rows: Mapping[Axis, int], granule: int) 
     found = [TRUE, TRUE, TRUE]
     for whole in _conjuncts(condition):
         for e in (whole,) if kind(whole) < 2 else _distributed(whole):
-            found[kind(e)] = op("and", found[kind(e)], e, dtype="bool")
+            n = kind(e)
+            found[n] = op("and", found[n], e, dtype="bool")
     return found[0], found[1], found[2]
 
 
