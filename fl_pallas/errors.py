@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class Unsupported(FlPallasError):
     def __init__(self, what: str, why: str, where: SourceLoc | None = None):
         self.what, self.why, self.where = what, why, where
         super().__init__(f"{what}: {why}" + (f" (at {where})" if where else ""))
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.what, self.why, self.where)
 
 
 class NoGradient(Unsupported):

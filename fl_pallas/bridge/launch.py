@@ -21,14 +21,15 @@ from ..capture.dtypes import torch_dtype
 from ..errors import Unsupported
 from ..kernels.blocks import ENGINE, Block
 from ..kernels.lower import ALIGNMENT, Lowered
+from ..kernels.lowering import Lowering
 from ..kernels.sizes import Laid, Mismatch, generalise, is_short, laid, opened, programs_of, sizes_of
 from ..kernels.triton import contiguous, grid_size
 from ..meanwhile import short_turns
 from ..schedule.plan import Choices, KernelPlan, operand_names
 from .descriptors import Descriptors
-from .dlpack import float32_products
+from .dlpack import float32_products, matmul_precision
 from .layout import spec_of
-from .order import Order, alignment, lowered, order
+from .order import Order, alignment, order
 from .plain import is_plain, plain
 from .tuning import fastest, level
 
@@ -297,7 +298,8 @@ class DirectKernel:
         Raises: Unsupported.
         """
         kernel = laid(self.plan, tuple(map(spec_of, operands)))
-        return lowered(kernel, [alignment(t.data_ptr()) for t in operands], ENGINE)
+        aligned = tuple(alignment(t.data_ptr()) for t in operands)
+        return Lowering(kernel, aligned, ENGINE, matmul_precision(False))(self.plan)
 
     def _place(self, operands: Sequence[torch.Tensor]) -> torch.device:
         device = next((t.device for t in operands if t.is_cuda), self._device)
@@ -360,14 +362,13 @@ class DirectKernel:
     def _compiled(self, wanted: Order, operands: Sequence[torch.Tensor], own: Laid) -> tuple[_Launch, Choices]:
         """The kernel as it was kept on disk, or made; and under which choice."""
         from ..kernels.compiler import address
-        from ..kernels.cubin import compile_kernel, kept_kernel
 
         plan = wanted.kernel.plan
         kept = _kept(wanted, own)
         every = [replace(c, blocks=True, guesses=True) for c in (plan.choices, *plan.others)]
         if kept is not None:
             lowered = Lowered.from_json(kept["lowered"])
-            code = kept_kernel(kept["code"]) or compile_kernel(lowered, wanted.capability)
+            code = _code(kept["code"], lowered, wanted)
             ways = {"blocks": kept["blocks"], "guesses": kept["guesses"]}
             return self._load(lowered, code, wanted.index), replace(every[kept["choice"]], **ways)
 
@@ -386,7 +387,7 @@ class DirectKernel:
         kernel, index = wanted.kernel, wanted.index
 
         def loaded(made: Fitted) -> _Launch:
-            return self._load(made.lowered, made.cubin.kernel, index)
+            return self._load(made.lowered, _code(made.cubin.address, made.lowered, wanted), index)
 
         fitted = self.family.fitted.pop(wanted.key, None) or wanted.fitted()
         if kernel.sizes and not kernel.plan.minor:
@@ -434,6 +435,16 @@ class DirectKernel:
 def _kept(wanted: Order, own: Laid) -> dict[str, Any] | None:
     """What the cache on disk has of a kernel, under its choice for loops as those of `own`; None if nothing."""
     return (cache.read(wanted.key) or {}).get(_loops(own))
+
+
+def _code(address: dict[str, str], lowered: Lowered, wanted: Order) -> Any:
+    """Triton's CompiledKernel, from where its cache keeps it; compiled again where it is gone.
+
+    Raises: Unsupported.
+    """
+    from ..kernels.cubin import compile_kernel, kept_kernel  # triton is not everywhere
+
+    return kept_kernel(address) or compile_kernel(lowered, wanted.capability)
 
 
 def _width(choices: Choices) -> tuple[int, int, bool]:

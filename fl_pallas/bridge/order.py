@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from .. import cache
-from ..kernels.blocks import ENGINE
 from ..kernels.chosen import as_chosen
-from ..kernels.lower import ALIGNMENT, Lowered, lower
+from ..kernels.lower import ALIGNMENT
+from ..kernels.lowering import Lowering
 from ..kernels.sizes import Laid
-from ..schedule.plan import KernelPlan, fingerprint
+from ..schedule.plan import fingerprint
 from .dlpack import float32_products, matmul_precision
 
 if TYPE_CHECKING:
@@ -45,21 +44,12 @@ class Order:
     def capability(self) -> int:
         return capability(self.index)
 
-    def lowered(self, plan: KernelPlan) -> Lowered:
-        """Its Triton IR under the choices of `plan`; what will launch it is begun."""
-        from ..kernels.launcher import launcher  # triton is not everywhere
-
-        made = lowered(replace(self.kernel, plan=plan), self.aligned, self.capability)
-        launcher(*made.arguments)
-        return made
-
     def begin(self) -> None:
         """Start the processes that will compile it: they take a second, which passes while other work is done."""
         from ..kernels import processes  # triton is not everywhere
-        from ..kernels.cubin import hashing
 
         processes.begin(WAYS * self.tune if self.tune > 1 else 1)
-        hashing()
+        processes.hashing()
 
     def fitted(self) -> tuple[Fitted, ...]:
         """It compiled under the first of its choices that fit, as many as are timed.
@@ -67,12 +57,13 @@ class Order:
         Raises: Unsupported if none does.
         """
         from ..kernels.fit import fitting  # triton is not everywhere
-        from ..kernels.launcher import starting
+        from ..kernels.launcher import launcher, starting
 
         # These end while kernels are written down.
         self.begin()
         starting()
-        return fitting(self.kernel.plan, self.lowered, self.capability, self.tune)
+        lower = Lowering(self.kernel, self.aligned, self.capability, matmul_precision(False))
+        return fitting(self.kernel.plan, lower, self.capability, self.tune, launcher)
 
 
 def order(kernel: Laid, aligned: tuple[int, ...], index: int, tune: int) -> Order:
@@ -93,15 +84,6 @@ def capability(index: int) -> int:
     """Compute capability of a device; 90 is sm_90."""
     major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor
-
-
-def lowered(kernel: Laid, aligned: Sequence[int], capability: int) -> Lowered:
-    """Triton IR of a kernel, for operands at multiples of `aligned` bytes."""
-    engine = {n for n, a in enumerate(aligned) if a == ALIGNMENT} if capability >= ENGINE else frozenset()
-    made = lower(kernel.plan, kernel.operands, matmul_precision(False), kernel.outputs, kernel.sizes, engine)
-    # What PyTorch allocates, the array of sizes and the outputs, begins at multiples of more than that.
-    first = [ALIGNMENT] if kernel.sizes else []
-    return made.aligned([*first, *aligned, *[ALIGNMENT] * len(kernel.outputs)])
 
 
 def alignment(pointer: int) -> int:

@@ -1,19 +1,10 @@
-"""A process that compiles Triton IR for another: a program that imports Triton alone, and reads and writes JSON.
-
-In one process, threads that compile wait for each other's turn at Python, and for the user's (`processes.py`).
-"""
+"""Triton's compiler, with what is done otherwise here at the end of its stages."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import select
-import sys
 from typing import Any, cast
 
-# Seconds without anything to do, after which it ends.
-IDLE = 120
 # What Triton does otherwise here: kernels are told apart by it, in Triton's cache too.
 VERSION = "fl_pallas 2: gathers lie as products do, LLVM assumes nothing of vectors of integers"
 # What an operation on vectors of integers lets LLVM assume of each element.
@@ -147,40 +138,3 @@ def address(kernel: Any) -> dict[str, str]:
     """Where Triton's cache keeps a CompiledKernel."""
     (name,) = (name for name in kernel.metadata_group if name.endswith(".json"))
     return {"hash": kernel.hash, "name": name}
-
-
-def answered(asked: dict[str, Any]) -> dict[str, str]:
-    """Where the kernel that is asked for is kept; or why there is none; or nothing, for settings are others here. Where
-    none is asked for, Triton's hash of its own files, by which it looks kernels up.
-    """
-    from triton import knobs
-    from triton.runtime import cache
-
-    if not asked:
-        return {"key": cache.triton_key()}
-    if asked["settings"] != settings():
-        return {}
-    knobs.cache.dir = asked["cache"]
-    cache.triton_key = lambda: asked["key"]  # this process has not read its files
-    with knobs.nvidia.scope():
-        if asked["newest"]:
-            knobs.nvidia.ptxas = knobs.nvidia.ptxas_blackwell.path
-        try:
-            return address(compiled(asked["path"], asked["capability"], asked["options"]))
-        except Exception as e:
-            return {"error": str(e)}
-
-
-def main() -> None:
-    """Answer a question a line, until nobody asks any more."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what LLVM prints is no answer
-    sys.path[:] = json.loads(sys.argv[1])
-    import triton  # noqa: F401  ahead of the first question
-
-    while select.select([sys.stdin], [], [], IDLE)[0] and (line := sys.stdin.readline()):
-        answers.write(json.dumps(answered(json.loads(line))) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,6 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,17 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend, ptx_get_version
 from triton.compiler import CompiledKernel
-from triton.runtime.cache import get_cache_manager, triton_key
+from triton.runtime.cache import get_cache_manager
 
 from ..errors import Unsupported
 from .chosen import as_chosen
-from .compiler import VERSION, settings
+from .compiler import VERSION, address
 from .compiler import compiled as compiled_here
 from .listing import listing, told
 from .lower import Lowered
 from .machine_code import is_miscompiled, loses_constant, loses_operand, shared_operands, steady_operands
 from .pipelined import overtakes
-from .processes import Ended, answer
+from .processes import Ended, Nowhere, elsewhere, newest_ptxas
 
 WARP = 32
 # The first PTX of a ptxas (12.9) without the errors in addresses that `is_miscompiled` tells of.
@@ -46,7 +45,7 @@ class Cubin:
       stack: bytes of local memory of a thread; all of it spilled registers, for kernels have no arrays.
       shared: bytes of shared memory of a program.
       asm: the stages of the compilation by name: "ttir", "ttgir", "llir", "ptx".
-      kernel: triton's own CompiledKernel.
+      address: where Triton's cache keeps it (`kept_kernel`).
     """
 
     binary: bytes
@@ -55,7 +54,7 @@ class Cubin:
     stack: int
     shared: int
     asm: dict[str, str]
-    kernel: Any = field(default=None, repr=False)
+    address: dict[str, str] = field(default_factory=dict)
 
 
 def simplified(lowered: Lowered, capability: int) -> Lowered:
@@ -79,31 +78,26 @@ def simplified(lowered: Lowered, capability: int) -> Lowered:
     return replace(lowered, ttir=module.str_nodebug())
 
 
-@functools.cache
-def hashing() -> Future[str]:
-    """Triton's hash of its own files, which it looks kernels up by: 0.3 s, begun here, in another process.
-
-    A thread would read them a megabyte at a time, and wait for its turn at Python after each.
-    """
-    return ThreadPoolExecutor(1).submit(_hash)
-
-
-def _hash() -> str:
-    try:
-        return answer({})["key"]
-    except (OSError, Ended):
-        return triton_key()
-
-
-# A thread does not live on in a forked process.
-os.register_at_fork(after_in_child=hashing.cache_clear)
-
-
 def compile_kernel(lowered: Lowered, capability: int) -> Any:
     """Compile Triton IR to triton's own CompiledKernel (launchable where there is a GPU), in another process.
 
     Raises: Unsupported, with the compiler's words.
     """
+    try:
+        kernel = kept_kernel(elsewhere(_kept, lowered, capability))
+    except Nowhere:
+        kernel = None
+    except Ended as e:
+        raise _refusal(lowered.name, capability, "its process ends") from e
+    return _compiled(lowered, capability) if kernel is None else kernel
+
+
+def _kept(lowered: Lowered, capability: int) -> dict[str, str]:
+    return address(_compiled(lowered, capability))
+
+
+def _compiled(lowered: Lowered, capability: int) -> Any:
+    """`compile_kernel` in this process."""
     options = {"num_warps": lowered.warps, "num_stages": lowered.stages, "enable_fp_fusion": True}
     if lowered.registers:
         options["maxnreg"] = lowered.registers
@@ -111,37 +105,11 @@ def compile_kernel(lowered: Lowered, capability: int) -> Any:
         # Kernels of the one ptxas and of the other are told apart by it, in Triton's cache too.
         major, minor = newest_ptx()
         options["ptx_version"] = 10 * major + minor
-    with _file(lowered) as path:
-        asked = {"path": path, "capability": capability, "options": options}
-        with as_chosen():
-            asked |= {"settings": settings(), "newest": lowered.newest, "cache": str(knobs.cache.dir)}
-        kept = _elsewhere({**asked, "key": hashing().result()}, lowered.name)
-        if kept is not None and (kernel := kept_kernel(kept)) is not None:
-            return kernel
-        if lowered.newest:
-            raise _refusal(lowered.name, capability, "the user's own kernels would be assembled by another ptxas")
-        try:
-            with as_chosen():
-                return compiled_here(path, capability, options)
-        except Exception as e:  # LLVM, ptxas and MLIR each have their own
-            raise _refusal(lowered.name, capability, e) from e
-
-
-def _elsewhere(asked: dict[str, Any], name: str) -> dict[str, str] | None:
-    """Where Triton's cache keeps a kernel, once a process has compiled it; None if none can be started, or was under
-    other settings.
-
-    Raises: Unsupported.
-    """
     try:
-        found = answer(asked)
-    except OSError:
-        return None
-    except Ended as e:
-        raise _refusal(name, asked["capability"], "its process ends") from e
-    if "error" in found:
-        raise _refusal(name, asked["capability"], found["error"])
-    return found or None
+        with as_chosen(), _file(lowered) as path, newest_ptxas() if lowered.newest else contextlib.nullcontext():
+            return compiled_here(path, capability, options)
+    except Exception as e:  # LLVM, ptxas and MLIR each have their own
+        raise _refusal(lowered.name, capability, e) from e
 
 
 def _refusal(name: str, capability: int, why: object) -> Unsupported:
@@ -191,7 +159,7 @@ def compiled(lowered: Lowered, capability: int) -> Cubin:
     kernel = compile_kernel(lowered, capability)
     binary, texts = kernel.asm["cubin"], {name: text for name, text in kernel.asm.items() if isinstance(text, str)}
     registers, stack = resources(binary)
-    return Cubin(binary, capability, registers, stack, kernel.metadata.shared, texts, kernel)
+    return Cubin(binary, capability, registers, stack, kernel.metadata.shared, texts, address(kernel))
 
 
 def check(cubin: Cubin, name: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from ..schedule.target import Target, target_of
 from .cubin import SOUND, WARP, Cubin, check, compile_ttir, compiled, is_serial, newest_ptx, simplified
 from .lower import Lowered
 from .pipelined import copied, overtakes
+from .processes import call
 from .reproducers import off_the_terminal
 
 # Bytes of spilled registers that a thread may have; a few, outside of the loop, do no harm. Some more are not taken
@@ -47,30 +47,40 @@ class Fitted:
     in_place: bool
 
 
+# A plan, under its choices, as Triton IR.
+Lower = Callable[[KernelPlan], Lowered]
+
+
 def fitting(
-    plan: KernelPlan, lower: Callable[[KernelPlan], Lowered], capability: int, count: int = 1
+    plan: KernelPlan,
+    lower: Lower,
+    capability: int,
+    count: int = 1,
+    met: Callable[[int, int], object] = lambda *arguments: None,
 ) -> tuple[Fitted, ...]:
     """Those of the first `count` choices of a plan that fit the device, and of further ones until half as many do; the
     one that spills least if none does.
 
     Args:
       plan: with its choices, best first.
-      lower: a plan to Triton IR.
+      lower: in other processes, if it can be pickled.
       capability: compute capability of the device; 90 is sm_90.
       count: how many are wanted; as many are compiled at once. With several, the first may come in two forms and by
         addresses too, and each with as many registers as it asks for and with fewer, and about guesses, and those met
         on the way that spill somewhat more come last, for tuning to tell.
+      met: is told early what a kernel may be launched with (`Lowered.arguments`).
 
     Raises: Unsupported if none compiles and fits shared memory.
     """
-    lowered = _lowered_once(plan, lower)
     pick, *others = [replace(c, guesses=count == 1) for c in (plan.choices, *plan.others)]
     # A loop about guesses comes with another about running maxima, once or never, in a third; and one looks at what
     # bounds rest on.
     loops = (3 if count == 1 and has_guesses(plan) else 1) + any(map(above_along, plan.loops))
-    first, *more = _forms(lowered(pick), capability, count, loops)
+    (first, *more), arguments = call(_forms, plan.with_choices(pick), lower, capability, count, loops)
+    met(*arguments)
     waiting = [(pick, form) for form in (first, *more)] + [(c, first) for c in others]
-    if count > 1 and lowered(pick).blocks:
+    if count > 1 and arguments[1]:
+        met(arguments[0], 0)
         is_short = all(loop.axis.extent <= SHORT for loop in plan.loops)
         plain = [replace(c, blocks=False) for c in (pick, *others[: BY_ADDRESSES - 1 if is_short else 0])]
         waiting[1:1] = [(c, first) for c in plain]
@@ -89,7 +99,7 @@ def fitting(
         if count > 1 and has_guesses(plan):
             batch += [(replace(c, guesses=True), form) for c, form in batch if c.blocks]
         with off_the_terminal():
-            tried = _tried(plan.name, batch, lowered, capability, TRIED if count > 1 else ENOUGH)
+            tried = _tried(plan, batch, lower, capability, TRIED if count > 1 else ENOUGH)
         for made in tried:
             if isinstance(made, Unsupported):
                 refusal = refusal or made
@@ -106,21 +116,6 @@ def fitting(
     if not spilling:
         raise refusal or Unsupported(plan.name, "it has no choices")
     return (min(spilling, key=lambda f: f.cubin.stack),)
-
-
-def _lowered_once(plan: KernelPlan, lower: Callable[[KernelPlan], Lowered]) -> Callable[[Choices], Lowered]:
-    """`lower` by choices: the same Triton IR for those that differ in warps and stages alone, which are Triton's."""
-    made: dict[Choices, Lowered] = {}
-    lock = threading.Lock()
-
-    def lowered(choices: Choices) -> Lowered:
-        tiles = replace(choices, warps=plan.choices.warps, stages=plan.choices.stages)
-        with lock:
-            if tiles not in made:
-                made[tiles] = lower(plan.with_choices(tiles))
-            return replace(made[tiles], warps=choices.warps, stages=choices.stages)
-
-    return lowered
 
 
 @functools.cache
@@ -141,37 +136,39 @@ os.register_at_fork(after_in_child=_checkers.cache_clear)
 
 
 def _tried(
-    name: str,
-    batch: Iterable[tuple[Choices, bool]],
-    lower: Callable[[Choices], Lowered],
-    capability: int,
-    enough: float,
+    plan: KernelPlan, batch: Iterable[tuple[Choices, bool]], lower: Lower, capability: int, enough: float
 ) -> list[tuple[Fitted, ...] | Unsupported]:
     """Choices and whether products add in place, compiled: in one way or two; or why not."""
 
-    def one(candidate: tuple[Choices, bool]) -> _Ways | Unsupported:
-        try:
-            return _fitted(name, *candidate, lower, capability, enough)
-        except Unsupported as refusal:
-            return refusal
+    def one(candidate: tuple[Choices, bool]) -> tuple[Fitted, ...] | Unsupported:
+        choices, in_place = candidate
+        return call(_ways, plan.with_choices(choices), in_place, lower, capability, enough)
 
     batch = list(batch)
-    made = [one(c) for c in batch] if len(batch) < 2 else list(workers().map(one, batch))
-    return [ways if isinstance(ways, Unsupported) else _sound(ways) for ways in made]
+    return [one(c) for c in batch] if len(batch) < 2 else list(workers().map(one, batch))
+
+
+def _ways(
+    plan: KernelPlan, in_place: bool, lower: Lower, capability: int, enough: float
+) -> tuple[Fitted, ...] | Unsupported:
+    """A plan under one of its choices, compiled in one way or two; or why it is not."""
+    try:
+        return _sound(_fitted(plan, in_place, lower(plan), capability, enough))
+    except Unsupported as refusal:
+        return refusal
 
 
 # One choice, compiled in one way or two, once their machine code has been looked at, which goes on meanwhile.
 _Ways = tuple["Future[Fitted]", ...]
 
 
-def _fitted(
-    name: str, choices: Choices, in_place: bool, lower: Callable[[Choices], Lowered], capability: int, enough: float
-) -> _Ways:
+def _fitted(plan: KernelPlan, in_place: bool, lowered: Lowered, capability: int, enough: float) -> _Ways:
     """One choice, with as many registers as it asks for, and with fewer.
 
     Raises: Unsupported if it does not compile or takes too much shared memory.
     """
-    lowered, cubin = _ordered(simplified(lower(choices), capability) if in_place else lower(choices), capability)
+    name, choices = plan.name, plan.choices
+    lowered, cubin = _ordered(simplified(lowered, capability) if in_place else lowered, capability)
     target = target_of(capability)
     if cubin.shared > target.shared_bytes:
         have = f"sm_{capability} has {target.shared_bytes}"
@@ -229,17 +226,22 @@ def has_guesses(plan: KernelPlan) -> bool:
     return any(loop.guesses for loop in plan.loops)
 
 
-def _forms(lowered: Lowered, capability: int, count: int, loops: int) -> tuple[bool, ...]:
+def _forms(
+    plan: KernelPlan, lower: Lower, capability: int, count: int, loops: int
+) -> tuple[tuple[bool, ...], tuple[int, int]]:
     """Whether to simplify a kernel, so that products add to their accumulators in place; or both, for tuning to tell.
+    And what it is launched with.
 
     In place takes fewer registers, and a product has to wait until its accumulator has been corrected. Not where ptxas
     would have the products of several loops, more than `loops`, wait for each other then.
     """
+    lowered = lower(plan)
+    forms = (True, False) if count > 1 and "tt.dot" in lowered.ttir else (True,)
     if capability >= ASYNCHRONOUS and lowered.ttir.count("scf.for") > loops:
         with contextlib.suppress(Unsupported):
             if is_serial(_ordered(simplified(lowered, capability), capability)[1]):
-                return (False,)
-    return (True, False) if count > 1 and "tt.dot" in lowered.ttir else (True,)
+                forms = (False,)
+    return forms, lowered.arguments
 
 
 def _tighter(fitted: Fitted, target: Target, enough: float) -> Fitted | None:

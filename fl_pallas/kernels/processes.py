@@ -1,19 +1,32 @@
-"""Processes that compile kernels side by side (`compiler.py`), started where they are first needed."""
+"""Processes that write down and compile kernels side by side (`worker.py`), started where they are first needed."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
+import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from . import compiler
-from .chosen import environment
+from triton import knobs
+from triton.runtime import cache as triton_cache
+
+from ..config import Config, config
+from . import worker
+from .chosen import as_chosen, environment
+from .compiler import settings
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # The most that are started ahead of what they will compile.
 AHEAD = 16
@@ -23,6 +36,31 @@ class Ended(Exception):
     """A process has ended before it answered."""
 
 
+class Nowhere(Exception):
+    """No other process can do it."""
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What of the process that asks an answer depends on.
+
+    Attributes:
+      triton: Triton's settings.
+      folder: of Triton's cache.
+      key: Triton's hash of its own files, by which it looks kernels up.
+      own: our settings.
+    """
+
+    triton: str
+    folder: str
+    key: str
+    own: Config
+
+
+# What is asked: a function, and what it is given; under no setup, if it depends on none.
+_Asked = tuple[_Setup | None, Callable[..., Any], tuple[Any, ...]]
+
+
 class _Process:
     """One of them, that is asked one question at a time. Raises OSError where none can be started."""
 
@@ -30,25 +68,24 @@ class _Process:
         if "python" not in Path(sys.executable or "").name:
             raise OSError("Python is a part of another program")
         # -P: beside the program there is a module called triton.
-        command = [sys.executable, "-P", str(Path(compiler.__file__)), json.dumps(sys.path)]
+        command = [sys.executable, "-P", str(Path(worker.__file__)), json.dumps(sys.path)]
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         # In a session of its own it is not interrupted by Ctrl-C; it ends when its input does.
         self._popen = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=nothing, env=environment(), start_new_session=True
         )
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, str]:
+    def answer(self, asked: bytes) -> Any:
         """Raises: Ended."""
         to, back = self._popen.stdin, self._popen.stdout
         assert to is not None and back is not None
         try:
-            to.write(json.dumps(asked).encode() + b"\n")
+            to.write(asked)
             to.flush()
-            answer: dict[str, str] = json.loads(back.readline())
-        except (OSError, ValueError) as e:
+            return pickle.load(back)
+        except (OSError, EOFError, pickle.UnpicklingError) as e:
             self.end()
             raise Ended from e
-        return answer
 
     def is_alive(self) -> bool:
         return self._popen.poll() is None
@@ -80,7 +117,7 @@ class _Pool:
             while len(self._idle) + self._busy < count:
                 self._idle.append(_Process())
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, str]:
+    def answer(self, asked: bytes) -> Any:
         with self._lock:
             self._bury()
             process = self._idle.pop() if self._idle else _Process()
@@ -129,11 +166,73 @@ def begin(count: int) -> None:
         _pool.begin(min(count, AHEAD, os.cpu_count() or 1))
 
 
-def answer(asked: dict[str, Any]) -> dict[str, str]:
-    """What one that is idle, or a new one, answers (`compiler.answered`).
+def elsewhere(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What a function returns in a process that is idle, or a new one.
 
-    Raises: OSError if none can be started, or works here; Ended if the compiler ends it, twice.
+    Raises: what it raises there; Nowhere if no process can be started, or works here, or is set up as this one, or what
+      it is given cannot be sent; Ended if it ends the process, twice.
     """
+    if _answers:
+        raise Nowhere("this process is asked itself")
+    with as_chosen():
+        setup = _Setup(settings(), str(knobs.cache.dir), "", config)
+    setup = replace(setup, key=hashing().result())
+    return _asked(setup, functools.partial(function, *args, **kwargs))
+
+
+def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What a function returns in another process, or in this one, where no other can call it.
+
+    Raises: what it raises.
+    """
+    try:
+        return elsewhere(function, *args, **kwargs)
+    except (Nowhere, Ended):
+        return function(*args, **kwargs)
+
+
+@functools.cache
+def hashing() -> Future[str]:
+    """Triton's hash of its own files, which it looks kernels up by: 0.3 s, begun here, in another process.
+
+    A thread would read them a megabyte at a time, and wait for its turn at Python after each.
+    """
+    return ThreadPoolExecutor(1).submit(_hash)
+
+
+def _hash() -> str:
+    try:
+        return _asked(None, _key)
+    except (Nowhere, Ended):
+        return _key()
+
+
+def _key() -> str:
+    return triton_cache.triton_key()
+
+
+# A thread does not live on in a forked process.
+os.register_at_fork(after_in_child=hashing.cache_clear)
+
+
+def _asked(setup: _Setup | None, function: Callable[[], T]) -> T:
+    """As `elsewhere`."""
+    try:
+        asked = pickle.dumps((setup, function))
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as e:
+        raise Nowhere from e
+    try:
+        known, value = _answer(asked)
+    except OSError as e:
+        raise Nowhere from e
+    if known is None:
+        raise Nowhere("its settings are others")
+    if not known:
+        raise value
+    return value
+
+
+def _answer(asked: bytes) -> tuple[bool | None, Any]:
     with contextlib.suppress(Ended):
         return _pool.answer(asked)
     try:
@@ -142,3 +241,43 @@ def answer(asked: dict[str, Any]) -> dict[str, str]:
         if _pool.has_answered:
             raise
         raise OSError("no process has answered") from e
+
+
+# Whether this is one of the processes that are asked.
+_answers = False
+
+
+def begin_answering() -> None:
+    """This process is asked, and asks no other."""
+    global _answers
+    _answers = True
+
+
+@contextlib.contextmanager
+def newest_ptxas() -> Iterator[None]:
+    """Triton assembles by the newest ptxas that it has. Raises: RuntimeError where others compile too."""
+    if not _answers:
+        raise RuntimeError("the user's own kernels would be assembled by another ptxas")
+    with knobs.nvidia.scope():
+        knobs.nvidia.ptxas = knobs.nvidia.ptxas_blackwell.path
+        yield
+
+
+def answered(asked: tuple[_Setup | None, Callable[[], Any]]) -> bytes:
+    """The answer to a question: whether a function returned, and what it did or raised; or, for what is to be called
+    under other settings, None and nothing."""
+    setup, function = asked
+    if setup is not None:
+        if setup.triton != settings():
+            return pickle.dumps((None, None))
+        knobs.cache.dir = setup.folder
+        triton_cache.triton_key = lambda: setup.key  # this process has not read its files
+        vars(config).update(vars(setup.own))
+    try:
+        return pickle.dumps((True, function()))
+    except Exception as e:
+        try:
+            pickle.loads(pickle.dumps(e))
+        except Exception:
+            e = RuntimeError(f"{type(e).__name__}: {e}")
+        return pickle.dumps((False, e))

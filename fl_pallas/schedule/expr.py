@@ -1,4 +1,4 @@
-"""Expressions over named axes: the nodes, interned so that equality is identity.
+"""Expressions over named axes: the nodes, interned so that equality is identity, in another process too.
 
 An expression is a pure scalar function of the indices of its free axes. Integer expressions serve
 as indices, masks and bias distances alike; there is no second language for addresses.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakValueDictionary
 
 
@@ -41,6 +42,9 @@ class Const:
     value: bool | int | float
     dtype: str
 
+    def __reduce__(self) -> Any:
+        return const, (self.value, self.dtype)
+
 
 @dataclass(frozen=True, eq=False)
 class Size:
@@ -55,6 +59,9 @@ class Size:
     hint: int
     dtype: str = "i64"
 
+    def __reduce__(self) -> Any:
+        return size, (self.number, self.unit, self.hint, self.dtype)
+
 
 @dataclass(frozen=True, eq=False)
 class Index:
@@ -62,6 +69,9 @@ class Index:
 
     axis: Axis
     dtype: str = "i64"
+
+    def __reduce__(self) -> Any:
+        return index, (self.axis,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +82,9 @@ class Load:
     index: tuple[Expr, ...]
     dtype: str
 
+    def __reduce__(self) -> Any:
+        return load, (self.source, self.index, self.dtype)
+
 
 @dataclass(frozen=True, eq=False)
 class Op:
@@ -80,6 +93,9 @@ class Op:
     name: str
     args: tuple[Expr, ...]
     dtype: str
+
+    def __reduce__(self) -> Any:
+        return raw_op, (self.name, self.args, self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +107,9 @@ class Reduce:
     body: Expr
     dtype: str
 
+    def __reduce__(self) -> Any:
+        return raw_reduce, (self.kind, self.axis, self.body, self.dtype)
+
 
 @dataclass(frozen=True, eq=False)
 class Ref:
@@ -99,6 +118,9 @@ class Ref:
     name: str
     axes: tuple[Axis, ...]
     dtype: str
+
+    def __reduce__(self) -> Any:
+        return ref, (self.name, self.axes, self.dtype)
 
 
 Expr = Const | Size | Index | Load | Op | Reduce | Ref

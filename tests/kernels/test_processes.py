@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +18,12 @@ from fl_pallas.errors import Unsupported
 from fl_pallas.kernels import cubin, processes
 from fl_pallas.kernels.chosen import as_chosen
 from fl_pallas.kernels.compiler import compiled
-from fl_pallas.kernels.cubin import compile_kernel
+from fl_pallas.kernels.cubin import compile_kernel, kept_kernel
+from fl_pallas.kernels.fit import fitting
 from fl_pallas.kernels.listing import listing
 from fl_pallas.kernels.lower import Lowered, lower
+from fl_pallas.kernels.lowering import Lowering
+from fl_pallas.schedule.plan import KernelPlan, expressions, fingerprint
 from tests.kernels.test_sizes import kernel
 
 
@@ -56,6 +58,35 @@ def test_as_here(lowered: Lowered, here: list[str], tmp_path: Path) -> None:
         # The path of the file it was made from is somewhere in it, and its hash among the metadata.
         assert listing(own.asm["cubin"], 90) == listing(found.asm["cubin"], 90)
         assert own.metadata._replace(hash="") == found.metadata._replace(hash="")
+
+
+def test_a_plan_is_written_down_and_compiled_elsewhere(lowered: Lowered, here: list[str]) -> None:
+    """All of it: this process looks up what it will load. What cannot be sent is done here, but for the compilers."""
+    k = kernel("vanilla", 128)
+    lower = Lowering(k, (16,) * len(k.operands), 90, matmul_precision(False))
+    written: list[KernelPlan] = []
+
+    def lower_here(plan: KernelPlan) -> Lowered:
+        written.append(plan)
+        return lower(plan)
+
+    (made,), met = fitting(k.plan, lower, 90), list[tuple[int, ...]]()
+    assert not written and not here and kept_kernel(made.cubin.address).asm["cubin"] == made.cubin.binary
+    (own,) = fitting(k.plan, lower_here, 90, 1, lambda *arguments: met.append(arguments))
+    assert written and not here and met == [own.lowered.arguments]
+    assert own.lowered == made.lowered and listing(own.cubin.binary, 90) == listing(made.cubin.binary, 90)
+
+
+def test_expressions_are_the_same_in_another_process() -> None:
+    """They are told apart by identity: what is sent back is this process's own."""
+    plan = kernel("vanilla", 128).plan
+    sent = processes.call(_returned, plan)
+    assert fingerprint(sent) == fingerprint(plan)
+    assert all(a is b for a, b in zip(expressions(sent), expressions(plan), strict=True))
+
+
+def _returned(plan: KernelPlan) -> KernelPlan:
+    return plan
 
 
 def test_its_words(lowered: Lowered, here: list[str]) -> None:
@@ -95,11 +126,11 @@ def test_a_compiler_that_ends_its_process(
 ) -> None:
     """A choice that makes LLVM or MLIR abort is refused, and ends no process of the user's."""
     program = tmp_path / "aborts.py"
-    program.write_text("import os, sys; sys.stdin.readline(); os.abort()")
-    assert processes.answer({})["key"]
+    program.write_text("import os, sys; sys.stdin.buffer.read(1); os.abort()")
+    assert processes.elsewhere(os.getpid) != os.getpid()
     processes._pool.end()
     with monkeypatch.context() as patch:
-        patch.setattr(processes.compiler, "__file__", str(program))
+        patch.setattr(processes.worker, "__file__", str(program))
         with pytest.raises(Unsupported, match="its process ends"):
             compile_kernel(lowered, 90)
     assert compile_kernel(lowered, 90).asm["cubin"] and not here
@@ -117,12 +148,12 @@ def test_none_can_be_started(lowered: Lowered, here: list[str], monkeypatch: pyt
         raise PermissionError("no processes here")
 
     with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", refused)
+        patch.setattr(processes, "_Process", refused)
         processes.begin(4)
-        with pytest.raises(PermissionError):
-            processes.answer({})
-        monkeypatch.setattr(cubin, "answer", refused)
-    assert compile_kernel(lowered, 90).asm["cubin"] and len(here) == 1
+        with pytest.raises(processes.Nowhere):
+            processes.elsewhere(os.getpid)
+        assert processes.call(os.getpid) == os.getpid()
+        assert compile_kernel(lowered, 90).asm["cubin"] and len(here) == 1
 
 
 @pytest.mark.parametrize("program", ["import nothing_of_that_name", "raise SystemExit"])
@@ -133,7 +164,7 @@ def test_none_works(
     path = tmp_path / "fails.py"
     path.write_text(program)
     monkeypatch.setattr(processes, "_pool", processes._Pool())
-    monkeypatch.setattr(processes.compiler, "__file__", str(path))
+    monkeypatch.setattr(processes.worker, "__file__", str(path))
     assert compile_kernel(lowered, 90).asm["cubin"] and len(here) == 1
 
 
