@@ -437,7 +437,7 @@ def _kept(wanted: Order, own: Laid) -> dict[str, Any] | None:
     return (cache.read(wanted.key) or {}).get(_loops(own))
 
 
-def _code(address: dict[str, str], lowered: Lowered, wanted: Order) -> Any:
+def _code(address: dict[str, Any], lowered: Lowered, wanted: Order) -> Any:
     """Triton's CompiledKernel, from where its cache keeps it; compiled again where it is gone.
 
     Raises: Unsupported.

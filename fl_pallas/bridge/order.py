@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import cache
-from ..kernels.chosen import as_chosen
 from ..kernels.lower import ALIGNMENT
 from ..kernels.lowering import Lowering
 from ..kernels.sizes import Laid
@@ -74,9 +73,7 @@ def order(kernel: Laid, aligned: tuple[int, ...], index: int, tune: int) -> Orde
     tune = 1 if torch.cuda.is_current_stream_capturing() else max(1, min(tune, 1 + len(kernel.plan.others)))
     where = torch.cuda.get_device_name(index) if tune > 1 else capability(index)
     layout = (kernel.operands, kernel.outputs, aligned)
-    with as_chosen():
-        triton = settings()
-    key = cache.key_of(fingerprint(kernel.plan), layout, float32_products(), where, tune, triton)
+    key = cache.key_of(fingerprint(kernel.plan), layout, float32_products(), where, tune, settings())
     return Order(kernel, aligned, index, tune, key)
 
 

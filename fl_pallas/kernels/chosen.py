@@ -27,18 +27,24 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in said.items() if value is not None}
 
 
+def folder() -> str:
+    """Where Triton's files of our kernels are kept."""
+    from triton import knobs  # triton is not everywhere
+
+    own = cache.triton_folder()
+    return str(knobs.cache.dir if own is None or CHOSEN["TRITON_CACHE_DIR"] is not None else own)
+
+
 @contextlib.contextmanager
 def _set() -> Iterator[None]:
     from triton import knobs  # triton is not everywhere
 
-    folder = cache.triton_folder()
     # What assigns to the attributes writes to the environment too, which Inductor reads in other threads.
     wanted = [
         (vars(knobs.nvidia), "ptxas", CHOSEN["TRITON_PTXAS_PATH"]),
         (vars(knobs.nvidia), "libdevice_path", CHOSEN["TRITON_LIBDEVICE_PATH"]),
+        (vars(knobs.cache), "dir", folder()),
     ]
-    if folder is not None and CHOSEN["TRITON_CACHE_DIR"] is None:
-        wanted.append((vars(knobs.cache), "dir", str(folder)))
     before = [(place, name, place[name]) for place, name, _ in wanted if name in place]
     for place, name, value in wanted:
         place[name] = value

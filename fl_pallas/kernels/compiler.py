@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, cast
 
+from .chosen import CHOSEN
+
 # What Triton does otherwise here: kernels are told apart by it, in Triton's cache too.
 VERSION = "fl_pallas 2: gathers lie as products do, LLVM assumes nothing of vectors of integers"
 # What an operation on vectors of integers lets LLVM assume of each element.
@@ -13,10 +15,9 @@ _ASSUMED = re.compile(r"(= \w+)(?: (?:nuw|nsw|exact|disjoint|nneg|samesign))+(?=
 
 def settings() -> str:
     """What of the user's environment Triton's code depends on."""
-    from triton import knobs
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
-    return str((sorted(get_cache_invalidating_env_vars().items()), knobs.nvidia.ptxas.path))
+    return str((sorted(get_cache_invalidating_env_vars().items()), CHOSEN["TRITON_PTXAS_PATH"]))
 
 
 def compiled(path: str, capability: int, options: dict[str, Any]) -> Any:
@@ -134,7 +135,6 @@ def unassumed(llir: str) -> str:
     return _ASSUMED.sub(r"\1", llir)
 
 
-def address(kernel: Any) -> dict[str, str]:
-    """Where Triton's cache keeps a CompiledKernel."""
-    (name,) = (name for name in kernel.metadata_group if name.endswith(".json"))
-    return {"hash": kernel.hash, "name": name}
+def address(kernel: Any) -> dict[str, Any]:
+    """Where Triton's cache keeps a CompiledKernel: its hash, and its files by name."""
+    return {"hash": kernel.hash, "files": {**kernel.metadata_group}}

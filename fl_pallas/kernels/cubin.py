@@ -17,7 +17,6 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend, ptx_get_version
 from triton.compiler import CompiledKernel
-from triton.runtime.cache import get_cache_manager
 
 from ..errors import Unsupported
 from .chosen import as_chosen
@@ -54,7 +53,7 @@ class Cubin:
     stack: int
     shared: int
     asm: dict[str, str]
-    address: dict[str, str] = field(default_factory=dict)
+    address: dict[str, Any] = field(default_factory=dict)
 
 
 def simplified(lowered: Lowered, capability: int) -> Lowered:
@@ -92,7 +91,7 @@ def compile_kernel(lowered: Lowered, capability: int) -> Any:
     return _compiled(lowered, capability) if kernel is None else kernel
 
 
-def _kept(lowered: Lowered, capability: int) -> dict[str, str]:
+def _kept(lowered: Lowered, capability: int) -> dict[str, Any]:
     return address(_compiled(lowered, capability))
 
 
@@ -116,19 +115,19 @@ def _refusal(name: str, capability: int, why: object) -> Unsupported:
     return Unsupported(name, f"Triton cannot compile it for sm_{capability}: {why}")
 
 
-def kept_kernel(address: dict[str, str]) -> Any | None:
-    """The CompiledKernel that Triton's cache keeps there; None if it is gone.
+def kept_kernel(address: dict[str, Any]) -> Any | None:
+    """The CompiledKernel that Triton's cache keeps there (`compiler.address`); None if it is gone.
 
     `triton.compile` would find it too, once it has hashed Triton's own files, which the version of `fl_pallas.cache`
-    stands for here.
+    stands for here, and where Triton's cache is set to be where it was, which Inductor may need elsewhere meanwhile.
     """
-    with as_chosen():
-        group = get_cache_manager(address["hash"]).get_group(address["name"])
-    if not group or address["name"] not in group or not any(name.endswith(".cubin") for name in group):
+    files: dict[str, str] = {name: path for name, path in address["files"].items() if os.path.exists(path)}
+    about = [path for name, path in files.items() if name.endswith(".json")]
+    if not about or not any(name.endswith(".cubin") for name in files):
         return None
     with contextlib.suppress(OSError):
-        os.utime(group[address["name"]])  # what was used last is removed last
-    return CompiledKernel(None, group, address["hash"])
+        os.utime(about[0])  # what was used last is removed last
+    return CompiledKernel(None, files, address["hash"])
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -22,7 +22,7 @@ from triton.runtime import cache as triton_cache
 
 from ..config import Config, config
 from . import worker
-from .chosen import as_chosen, environment
+from .chosen import environment, folder
 from .compiler import settings
 
 P = ParamSpec("P")
@@ -57,8 +57,8 @@ class _Setup:
     own: Config
 
 
-# What is asked: a function, and what it is given; under no setup, if it depends on none.
-_Asked = tuple[_Setup | None, Callable[..., Any], tuple[Any, ...]]
+# What is asked for: what a function returns; under no setup, if it depends on none.
+_Question = tuple[_Setup | None, Callable[[], Any]]
 
 
 class _Process:
@@ -174,10 +174,9 @@ def elsewhere(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """
     if _answers:
         raise Nowhere("this process is asked itself")
-    with as_chosen():
-        setup = _Setup(settings(), str(knobs.cache.dir), "", config)
-    setup = replace(setup, key=hashing().result())
-    return _asked(setup, functools.partial(function, *args, **kwargs))
+    return _asked(
+        _Setup(settings(), folder(), hashing().result(), config), functools.partial(function, *args, **kwargs)
+    )
 
 
 def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -263,7 +262,7 @@ def newest_ptxas() -> Iterator[None]:
         yield
 
 
-def answered(asked: tuple[_Setup | None, Callable[[], Any]]) -> bytes:
+def answered(asked: _Question) -> bytes:
     """The answer to a question: whether a function returned, and what it did or raised; or, for what is to be called
     under other settings, None and nothing."""
     setup, function = asked
