@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from torch import Tensor
 
 from ..errors import Unsupported
-from ..meanwhile import short_turns
 from .launch import DirectKernel
 from .order import Order
 
@@ -63,7 +62,7 @@ def _wanted(calls: Calls) -> list[tuple[DirectKernel, Order]]:
 
 def _compile_all(wanted: Sequence[tuple[DirectKernel, Order]]) -> None:
     # One thread for each, that waits for those of its choices (kernels/fit.py).
-    with short_turns, ThreadPoolExecutor(len(wanted)) as threads:
+    with ThreadPoolExecutor(len(wanted)) as threads:
         for kernel, order in wanted:
             threads.submit(_compile, kernel, order)
 

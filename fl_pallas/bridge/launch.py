@@ -24,7 +24,6 @@ from ..kernels.lower import ALIGNMENT, Lowered
 from ..kernels.lowering import Lowering
 from ..kernels.sizes import Laid, Mismatch, generalise, is_short, laid, opened, programs_of, sizes_of
 from ..kernels.triton import contiguous, grid_size
-from ..meanwhile import short_turns
 from ..schedule.plan import Choices, KernelPlan, operand_names
 from .descriptors import Descriptors
 from .dlpack import float32_products, matmul_precision
@@ -318,8 +317,7 @@ class DirectKernel:
             operands = _moved(operands, moved, device)
             launch = descriptors = None
             if self._programs:
-                with short_turns:
-                    launch = self._built(operands, device.index)  # type: ignore[arg-type]
+                launch = self._built(operands, device.index)  # type: ignore[arg-type]
                 descriptors = launch.descriptors(operands)
             while len(self._versions) >= MAX_VERSIONS:
                 del self._versions[next(iter(self._versions))]

@@ -21,6 +21,7 @@ from triton import knobs
 from triton.runtime import cache as triton_cache
 
 from ..config import Config, config
+from ..meanwhile import short_turns
 from . import worker
 from .chosen import environment, folder
 from .compiler import settings
@@ -57,8 +58,8 @@ class _Setup:
     own: Config
 
 
-# What is asked for: what a function returns; under no setup, if it depends on none.
-_Question = tuple[_Setup | None, Callable[[], Any]]
+# What is asked for: what a function returns.
+_Question = tuple[_Setup, Callable[[], Any]]
 
 
 class _Process:
@@ -174,9 +175,16 @@ def elsewhere(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """
     if _answers:
         raise Nowhere("this process is asked itself")
-    return _asked(
-        _Setup(settings(), folder(), hashing().result(), config), functools.partial(function, *args, **kwargs)
-    )
+    setup = _Setup(settings(), folder(), hashing().result(), config)
+    try:
+        known, value = _answer(pickle.dumps((setup, functools.partial(function, *args, **kwargs))))
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError, OSError) as e:
+        raise Nowhere from e
+    if known is None:
+        raise Nowhere("its settings are others")
+    if not known:
+        raise value
+    return value
 
 
 def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -192,43 +200,18 @@ def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 @functools.cache
 def hashing() -> Future[str]:
-    """Triton's hash of its own files, which it looks kernels up by: 0.3 s, begun here, in another process.
-
-    A thread would read them a megabyte at a time, and wait for its turn at Python after each.
-    """
-    return ThreadPoolExecutor(1).submit(_hash)
-
-
-def _hash() -> str:
-    try:
-        return _asked(None, _key)
-    except (Nowhere, Ended):
-        return _key()
+    """Triton's hash of its own files, which it looks kernels up by, as Inductor's keys do: begun here, in a thread."""
+    return ThreadPoolExecutor(1).submit(_key)
 
 
 def _key() -> str:
-    return triton_cache.triton_key()
+    # The files are read a megabyte at a time, with a turn at Python after each.
+    with short_turns:
+        return triton_cache.triton_key()
 
 
 # A thread does not live on in a forked process.
 os.register_at_fork(after_in_child=hashing.cache_clear)
-
-
-def _asked(setup: _Setup | None, function: Callable[[], T]) -> T:
-    """As `elsewhere`."""
-    try:
-        asked = pickle.dumps((setup, function))
-    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as e:
-        raise Nowhere from e
-    try:
-        known, value = _answer(asked)
-    except OSError as e:
-        raise Nowhere from e
-    if known is None:
-        raise Nowhere("its settings are others")
-    if not known:
-        raise value
-    return value
 
 
 def _answer(asked: bytes) -> tuple[bool | None, Any]:
@@ -266,12 +249,11 @@ def answered(asked: _Question) -> bytes:
     """The answer to a question: whether a function returned, and what it did or raised; or, for what is to be called
     under other settings, None and nothing."""
     setup, function = asked
-    if setup is not None:
-        if setup.triton != settings():
-            return pickle.dumps((None, None))
-        knobs.cache.dir = setup.folder
-        triton_cache.triton_key = lambda: setup.key  # this process has not read its files
-        vars(config).update(vars(setup.own))
+    if setup.triton != settings():
+        return pickle.dumps((None, None))
+    knobs.cache.dir = setup.folder
+    triton_cache.triton_key = lambda: setup.key  # this process has not read its files
+    vars(config).update(vars(setup.own))
     try:
         return pickle.dumps((True, function()))
     except Exception as e:
