@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._dynamo.convert_frame import compile_lock
 
-from .bridge.ahead import Together
+from .bridge.ahead import Together, prepare
 from .bridge.autograd import differentiated
 from .bridge.dlpack import float32_products
 from .bridge.launch import Family
@@ -68,6 +68,8 @@ class Backend:
 
     def __call__(self, gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         settings, end = config.merged(**self.given), _early_end(gm)
+        if settings.road != "dlpack" and not settings.interpret:
+            prepare(device_of(example_inputs))
         lay_as_pytorch(gm)
         # TorchDynamo's guards hold everything fixed unless some size is symbolic.
         fixed = not any(map(_is_symbolic, example_inputs))

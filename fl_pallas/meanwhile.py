@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
-from collections.abc import Callable, Iterator
-
-# Seconds that a thread keeps Python to itself while others wait for it; Python's own are 5 ms.
-TURN = 0.0002
+from collections.abc import Callable
 
 
 class Meanwhile:
@@ -35,17 +31,3 @@ class Meanwhile:
             self._users -= 1
             if not self._users:
                 self._entered.close()
-
-
-@contextlib.contextmanager
-def _short_turns() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(TURN)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
-# A thread that comes back to Python for a moment again and again would wait for its turn each time.
-short_turns = Meanwhile(_short_turns)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ import pytest
 
 from fl_pallas.config import config
 from fl_pallas.kernels.chosen import CHOSEN, as_chosen
-from fl_pallas.meanwhile import TURN, Meanwhile, short_turns
+from fl_pallas.meanwhile import Meanwhile
 
 
 def test_entered_by_the_first_and_left_by_the_last() -> None:
@@ -49,11 +48,12 @@ def test_entered_by_the_first_and_left_by_the_last() -> None:
 
 
 def test_left_where_it_is_raised_in() -> None:
-    before = sys.getswitchinterval()
-    with pytest.raises(ZeroDivisionError), short_turns:
-        assert sys.getswitchinterval() == pytest.approx(TURN)
+    happened: list[str] = []
+    stack = contextlib.ExitStack()
+    stack.callback(happened.append, "left")
+    with pytest.raises(ZeroDivisionError), Meanwhile(lambda: stack):
         _ = 1 / 0
-    assert sys.getswitchinterval() == before
+    assert happened == ["left"]
 
 
 def test_triton_keeps_its_files_here_until_the_last_thread_is_done(

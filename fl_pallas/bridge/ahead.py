@@ -7,14 +7,23 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
 from torch import Tensor
 
 from ..errors import Unsupported
-from .launch import DirectKernel
+from .launch import DirectKernel, unavailable
 from .order import Order
 
 # Kernels with what they will be given; what another will make, or is not there yet, on PyTorch's "meta" device.
 Calls = Sequence[tuple[DirectKernel, Sequence[Tensor]]]
+
+
+def prepare(device: torch.device) -> None:
+    """Start what will compile kernels for a device, which takes a second, while they are planned."""
+    if unavailable(device) is None:
+        from ..kernels import processes  # triton is not everywhere
+
+        processes.begin()
 
 
 class Together:
@@ -26,12 +35,8 @@ class Together:
         self._begun: threading.Thread | None = None
 
     def expect(self, calls: Calls) -> None:
-        """Tell what a region will do, once others have run. What will compile its kernels is begun, unless the first of
-        them is kept on disk."""
+        """Tell what a region will do, once others have run."""
         self._expected += calls
-        with contextlib.suppress(Unsupported):  # the call will raise it
-            if calls and (order := calls[0][0].ahead(calls[0][1])) is not None:
-                order.begin()
 
     def begin(self) -> None:
         """Compile what is expected, in a thread."""

@@ -17,9 +17,6 @@ from .dlpack import float32_products, matmul_precision
 if TYPE_CHECKING:
     from ..kernels.fit import Fitted
 
-# A choice that will be timed is compiled in up to so many ways: of two forms, about guesses, with fewer registers.
-WAYS = 4
-
 
 @dataclass(frozen=True)
 class Order:
@@ -43,13 +40,6 @@ class Order:
     def capability(self) -> int:
         return capability(self.index)
 
-    def begin(self) -> None:
-        """Start the processes that will compile it: they take a second, which passes while other work is done."""
-        from ..kernels import processes  # triton is not everywhere
-
-        processes.begin(WAYS * self.tune if self.tune > 1 else 1)
-        processes.hashing()
-
     def fitted(self) -> tuple[Fitted, ...]:
         """It compiled under the first of its choices that fit, as many as are timed.
 
@@ -58,9 +48,7 @@ class Order:
         from ..kernels.fit import fitting  # triton is not everywhere
         from ..kernels.launcher import launcher, starting
 
-        # These end while kernels are written down.
-        self.begin()
-        starting()
+        starting()  # ends while kernels are compiled
         lower = Lowering(self.kernel, self.aligned, self.capability, matmul_precision(False))
         return fitting(self.kernel.plan, lower, self.capability, self.tune, launcher)
 

@@ -8,20 +8,18 @@ import functools
 import json
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from triton import knobs
-from triton.runtime import cache as triton_cache
 
 from ..config import Config, config
-from ..meanwhile import short_turns
 from . import worker
 from .chosen import environment, folder
 from .compiler import settings
@@ -29,8 +27,9 @@ from .compiler import settings
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# The most that are started ahead of what they will compile.
-AHEAD = 16
+
+# Sockets for each processor: as many questions may be asked at a time before another program is started for more.
+LANES = 2
 
 
 class Ended(Exception):
@@ -48,103 +47,128 @@ class _Setup:
     Attributes:
       triton: Triton's settings.
       folder: of Triton's cache.
-      key: Triton's hash of its own files, by which it looks kernels up.
       own: our settings.
     """
 
     triton: str
     folder: str
-    key: str
     own: Config
 
 
-# What is asked for: what a function returns.
+# What is asked for: what a function returns. And whether it returned, or None for what is to be called under other
+# settings; with what it did or raised.
 _Question = tuple[_Setup, Callable[[], Any]]
+_Answer = tuple[bool | None, Any]
 
 
 class _Process:
-    """One of them, that is asked one question at a time. Raises OSError where none can be started."""
+    """One that is asked a question at a time, by a socket; forked by the first."""
 
-    def __init__(self) -> None:
-        if "python" not in Path(sys.executable or "").name:
-            raise OSError("Python is a part of another program")
-        # -P: beside the program there is a module called triton.
-        command = [sys.executable, "-P", str(Path(worker.__file__)), json.dumps(sys.path)]
-        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-        # In a session of its own it is not interrupted by Ctrl-C; it ends when its input does.
-        self._popen = subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=nothing, env=environment(), start_new_session=True
-        )
+    def __init__(self, lane: socket.socket):
+        self._lane, self._stream = lane, lane.makefile("rwb")
 
-    def answer(self, asked: bytes) -> Any:
+    def answer(self, asked: bytes) -> _Answer:
         """Raises: Ended."""
-        to, back = self._popen.stdin, self._popen.stdout
-        assert to is not None and back is not None
         try:
-            to.write(asked)
-            to.flush()
-            return pickle.load(back)
+            self._stream.write(asked)
+            self._stream.flush()
+            return pickle.load(self._stream)
         except (OSError, EOFError, pickle.UnpicklingError) as e:
             self.end()
             raise Ended from e
 
     def is_alive(self) -> bool:
-        return self._popen.poll() is None
+        try:
+            return bool(self._lane.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def end(self) -> None:
-        self._popen.kill()
-        self._popen.wait()
-        self.leave()
-
-    def leave(self) -> None:
-        """Have no more to do with it."""
-        assert self._popen.stdin is not None and self._popen.stdout is not None
-        for pipe in (self._popen.stdin, self._popen.stdout):
-            with contextlib.suppress(OSError):
-                pipe.close()
-        self._popen.returncode = self._popen.returncode or 0
+        """Have no more to do with it: it ends when nobody can ask it any more."""
+        with contextlib.suppress(OSError):
+            self._stream.close()
+        self._lane.close()
 
 
 class _Pool:
     def __init__(self) -> None:
         self._idle: list[_Process] = []
-        self._busy = 0
+        self._started: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
         self.has_answered = False
 
-    def begin(self, count: int) -> None:
+    def begin(self) -> None:
+        """Have some that are idle. Raises OSError where none can be started."""
         with self._lock:
-            self._bury()
-            while len(self._idle) + self._busy < count:
-                self._idle.append(_Process())
+            for p in [p for p in self._idle if not p.is_alive()]:
+                self._idle.remove(p)
+                p.end()
+            if not self._idle:
+                self._start()
 
-    def answer(self, asked: bytes) -> Any:
+    def answer(self, asked: bytes) -> _Answer:
+        """Raises: Ended, OSError."""
+        self.begin()
         with self._lock:
-            self._bury()
-            process = self._idle.pop() if self._idle else _Process()
-            self._busy += 1
+            process = self._idle.pop() if self._idle else None
+        if process is None:  # another thread was faster
+            return self.answer(asked)
         try:
             answer = process.answer(asked)
-        finally:
+        except Ended:  # so may what the others would be forked by
             with self._lock:
-                self._busy -= 1
+                self._leave_idle()
+            raise
         with self._lock:
             self._idle.append(process)
             self.has_answered = True
         return answer
 
-    def _bury(self) -> None:
-        for p in [p for p in self._idle if not p.is_alive()]:
-            self._idle.remove(p)
-            p.end()
+    def _start(self) -> None:
+        if "python" not in Path(sys.executable or "").name:
+            raise OSError("Python is a part of another program")
+        self._started = [p for p in self._started if p.poll() is None]
+        pairs = [socket.socketpair() for _ in range(LANES * (os.cpu_count() or 1))]
+        theirs = [other.fileno() for _, other in pairs]
+        # -P: beside the program there is a module called triton.
+        command = [sys.executable, "-P", str(Path(worker.__file__)), json.dumps(sys.path), json.dumps(theirs)]
+        nothing = subprocess.DEVNULL
+        try:
+            # In a session of its own it is not interrupted by Ctrl-C.
+            popen = subprocess.Popen(
+                command,
+                stdin=nothing,
+                stdout=nothing,
+                stderr=nothing,
+                env=environment(),
+                start_new_session=True,
+                pass_fds=theirs,
+            )
+            self._started.append(popen)
+            self._idle = [_Process(own) for own, _ in pairs]
+        finally:
+            for own, other in pairs:
+                other.close()
+                if not self._idle:
+                    own.close()
 
     def end(self) -> None:
+        for p in self._started:
+            p.kill()
+            p.wait()
+        self.leave()
+
+    def _leave_idle(self) -> None:
         while self._idle:
             self._idle.pop().end()
 
     def leave(self) -> None:
-        while self._idle:
-            self._idle.pop().leave()
+        """Have no more to do with them."""
+        self._leave_idle()
+        while self._started:
+            self._started.pop().returncode = 0
 
 
 _pool = _Pool()
@@ -161,10 +185,10 @@ def _anew() -> None:
 os.register_at_fork(after_in_child=_anew)
 
 
-def begin(count: int) -> None:
-    """Have as many compile, or wait for what they will, as far as there are processors."""
+def begin() -> None:
+    """Start what takes a second until it answers, while other work is done."""
     with contextlib.suppress(OSError):
-        _pool.begin(min(count, AHEAD, os.cpu_count() or 1))
+        _pool.begin()
 
 
 def elsewhere(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -175,7 +199,7 @@ def elsewhere(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """
     if _answers:
         raise Nowhere("this process is asked itself")
-    setup = _Setup(settings(), folder(), hashing().result(), config)
+    setup = _Setup(settings(), folder(), config)
     try:
         known, value = _answer(pickle.dumps((setup, functools.partial(function, *args, **kwargs))))
     except (pickle.PicklingError, AttributeError, TypeError, RecursionError, OSError) as e:
@@ -198,23 +222,7 @@ def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return function(*args, **kwargs)
 
 
-@functools.cache
-def hashing() -> Future[str]:
-    """Triton's hash of its own files, which it looks kernels up by, as Inductor's keys do: begun here, in a thread."""
-    return ThreadPoolExecutor(1).submit(_key)
-
-
-def _key() -> str:
-    # The files are read a megabyte at a time, with a turn at Python after each.
-    with short_turns:
-        return triton_cache.triton_key()
-
-
-# A thread does not live on in a forked process.
-os.register_at_fork(after_in_child=hashing.cache_clear)
-
-
-def _answer(asked: bytes) -> tuple[bool | None, Any]:
+def _answer(asked: bytes) -> _Answer:
     with contextlib.suppress(Ended):
         return _pool.answer(asked)
     try:
@@ -245,20 +253,18 @@ def newest_ptxas() -> Iterator[None]:
         yield
 
 
-def answered(asked: _Question) -> bytes:
-    """The answer to a question: whether a function returned, and what it did or raised; or, for what is to be called
-    under other settings, None and nothing."""
+def answered(asked: _Question) -> _Answer:
+    """The answer to a question."""
     setup, function = asked
     if setup.triton != settings():
-        return pickle.dumps((None, None))
+        return None, None
     knobs.cache.dir = setup.folder
-    triton_cache.triton_key = lambda: setup.key  # this process has not read its files
     vars(config).update(vars(setup.own))
     try:
-        return pickle.dumps((True, function()))
+        return True, function()
     except Exception as e:
         try:
             pickle.loads(pickle.dumps(e))
         except Exception:
             e = RuntimeError(f"{type(e).__name__}: {e}")
-        return pickle.dumps((False, e))
+        return False, e

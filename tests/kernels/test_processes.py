@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,7 +20,7 @@ from triton import knobs
 from fl_pallas.bridge.dlpack import matmul_precision
 from fl_pallas.errors import Unsupported
 from fl_pallas.kernels import cubin, processes
-from fl_pallas.kernels.chosen import as_chosen
+from fl_pallas.kernels.chosen import as_chosen, environment
 from fl_pallas.kernels.compiler import compiled
 from fl_pallas.kernels.cubin import compile_kernel, kept_kernel
 from fl_pallas.kernels.fit import fitting
@@ -80,13 +84,9 @@ def test_a_plan_is_written_down_and_compiled_elsewhere(lowered: Lowered, here: l
 def test_expressions_are_the_same_in_another_process() -> None:
     """They are told apart by identity: what is sent back is this process's own."""
     plan = kernel("vanilla", 128).plan
-    sent = processes.call(_returned, plan)
+    sent = processes.elsewhere(copy.copy, plan)
     assert fingerprint(sent) == fingerprint(plan)
     assert all(a is b for a, b in zip(expressions(sent), expressions(plan), strict=True))
-
-
-def _returned(plan: KernelPlan) -> KernelPlan:
-    return plan
 
 
 def test_its_words(lowered: Lowered, here: list[str]) -> None:
@@ -115,9 +115,9 @@ def test_what_inductor_says_of_triton_is_not_for_us(
 
 def test_a_process_that_has_ended(lowered: Lowered, here: list[str]) -> None:
     """Another is asked."""
-    processes.begin(1)
-    (first,) = processes._pool._idle
-    first._popen.kill()
+    (first,) = {processes.elsewhere(os.getpid) for _ in range(2)}
+    os.kill(first, signal.SIGKILL)
+    assert processes.elsewhere(os.getpid) != first
     assert compile_kernel(lowered, 90).asm["cubin"] and not here
 
 
@@ -126,7 +126,7 @@ def test_a_compiler_that_ends_its_process(
 ) -> None:
     """A choice that makes LLVM or MLIR abort is refused, and ends no process of the user's."""
     program = tmp_path / "aborts.py"
-    program.write_text("import os, sys; sys.stdin.buffer.read(1); os.abort()")
+    program.write_text("import os; os.abort()")
     assert processes.elsewhere(os.getpid) != os.getpid()
     processes._pool.end()
     with monkeypatch.context() as patch:
@@ -138,7 +138,7 @@ def test_a_compiler_that_ends_its_process(
 
 def test_other_settings(lowered: Lowered, here: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What the user set since then, a process does not know."""
-    processes.begin(1)
+    processes.begin()
     monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
     assert compile_kernel(lowered, 90).asm["cubin"] and len(here) == 1
 
@@ -148,8 +148,8 @@ def test_none_can_be_started(lowered: Lowered, here: list[str], monkeypatch: pyt
         raise PermissionError("no processes here")
 
     with monkeypatch.context() as patch:
-        patch.setattr(processes, "_Process", refused)
-        processes.begin(4)
+        patch.setattr(processes._Pool, "_start", refused)
+        processes.begin()
         with pytest.raises(processes.Nowhere):
             processes.elsewhere(os.getpid)
         assert processes.call(os.getpid) == os.getpid()
@@ -176,10 +176,19 @@ def test_a_program_that_python_is_a_part_of_is_not_started(
     assert compile_kernel(lowered, 90).asm["cubin"] and len(here) == 1
 
 
-def test_as_many_as_are_missing(here: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three that kernels will want at a time, two, where one is compiling."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(processes._pool, "_busy", 1)
-    for _ in range(2):
-        processes.begin(3)
-        assert len(processes._pool._idle) == 2
+def test_threads_that_ask_at_once_are_answered_side_by_side() -> None:
+    """By processes that one program forks, more than there are processors if need be."""
+    count = processes.LANES * (os.cpu_count() or 1) + 1
+    with ThreadPoolExecutor(count) as threads:
+        asked = [threads.submit(processes.elsewhere, subprocess.getoutput, "sleep 2; echo $PPID") for _ in range(count)]
+    found = {a.result() for a in asked}
+    assert len(found) == count and str(os.getpid()) not in found
+
+
+def test_they_end_with_those_that_ask() -> None:
+    code = "import os; from fl_pallas.kernels import processes; print(processes.elsewhere(os.getppid))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment())
+    ended = time.monotonic() + 60
+    while Path(f"/proc/{found.stdout.strip()}").exists():
+        assert time.monotonic() < ended
+        time.sleep(0.1)
