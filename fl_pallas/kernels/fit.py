@@ -15,7 +15,7 @@ from ..schedule.target import Target, target_of
 from .cubin import SOUND, WARP, Cubin, check, compile_ttir, compiled, is_serial, newest_ptx, simplified
 from .lower import Lowered
 from .pipelined import copied, overtakes
-from .processes import call
+from .processes import SIDE_BY_SIDE, call
 from .reproducers import off_the_terminal
 
 # Bytes of spilled registers that a thread may have; a few, outside of the loop, do no harm. Some more are not taken
@@ -121,13 +121,13 @@ def fitting(
 @functools.cache
 def workers() -> ThreadPoolExecutor:
     """As many kernels are compiled at once as there are processors, in whichever region they are."""
-    return ThreadPoolExecutor(os.cpu_count())
+    return ThreadPoolExecutor(SIDE_BY_SIDE)
 
 
 @functools.cache
 def _checkers() -> ThreadPoolExecutor:
-    """What looks at machine code while a worker, which waits for it in the end, goes on."""
-    return ThreadPoolExecutor(os.cpu_count())
+    """What looks at machine code while the kernel is compiled for fewer registers."""
+    return ThreadPoolExecutor(2)
 
 
 # Threads do not live on in a forked process.

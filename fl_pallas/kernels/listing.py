@@ -1,91 +1,15 @@
-"""Machine code as text, by the disassembler that the `triton` package brings.
-
-It takes 0.2 s to start and 0.02 s for a kernel: the kernels that wait for it at the same time are given to it at once,
-and it runs several times side by side where there are processors for it.
-"""
+"""Machine code as text, by the disassemblers that the `triton` package brings."""
 
 from __future__ import annotations
 
 import functools
-import os
-import re
 import struct
 import subprocess
 import tempfile
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
 
 from triton import knobs
-
-# Bytes of an instruction, since Volta.
-INSTRUCTION = 16
-# Runs side by side; kernels are compiled meanwhile.
-RUNS = max(1, (os.cpu_count() or 1) // 4)
-_ADDRESS = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/", re.MULTILINE)
-
-
-class _Disassembler:
-    """Lists kernels of one architecture, all that wait in one run: a thread that finds room for another sees to it.
-
-    Args:
-      architecture: as nvdisasm calls it, "SM90".
-    """
-
-    def __init__(self, architecture: str):
-        self.architecture = architecture
-        self._lock = threading.Lock()
-        self._waiting: list[tuple[bytes, Future[str]]] = []
-        self._running = 0
-
-    def listed(self, code: bytes) -> str:
-        """The text of instructions.
-
-        Raises: subprocess.CalledProcessError for what are none of this architecture.
-        """
-        own: Future[str] = Future()
-        with self._lock:
-            self._waiting.append((code, own))
-            runs = self._running < RUNS
-            self._running += runs
-        while runs and (batch := self._batch()):
-            self._list(batch)
-        return own.result()
-
-    def _batch(self) -> list[tuple[bytes, Future[str]]]:
-        with self._lock:
-            batch, self._waiting = self._waiting, []
-            self._running -= not batch
-            return batch
-
-    def _list(self, batch: Sequence[tuple[bytes, Future[str]]]) -> None:
-        try:
-            text = self._run(b"".join(code for code, _ in batch))
-        except Exception as error:
-            for _, waiting in batch:
-                waiting.set_exception(error)
-            return
-        # Where each instruction's line begins; a kernel's first line is that of its first instruction.
-        lines = {int(m[1], 16): m.start() for m in _ADDRESS.finditer(text)}
-        at = 0
-        for code, waiting in batch:
-            end = at + len(code)
-            waiting.set_result(text[lines[at] : lines.get(end, len(text))])
-            at = end
-
-    def _run(self, code: bytes) -> str:
-        command = [knobs.nvidia.nvdisasm.path, "--no-dataflow", "--binary", self.architecture]
-        return told(command, code)
-
-
-@functools.cache
-def _disassembler(architecture: str) -> _Disassembler:
-    return _Disassembler(architecture)
-
-
-# Who waits does not live on in a forked process.
-os.register_at_fork(after_in_child=_disassembler.cache_clear)
 
 
 @functools.lru_cache(maxsize=16)
@@ -97,7 +21,8 @@ def listing(cubin: bytes, capability: int) -> str:
       capability: compute capability it was compiled for; 90 is sm_90.
     """
     try:
-        return _disassembler(f"SM{capability}").listed(_instructions(cubin))
+        command = [knobs.nvidia.nvdisasm.path, "--no-dataflow", "--binary", f"SM{capability}"]
+        return told(command, _instructions(cubin))
     except (subprocess.CalledProcessError, ValueError):  # of an architecture that nvdisasm knows in a file alone
         return told([knobs.nvidia.cuobjdump.path, "--dump-sass"], cubin)
 

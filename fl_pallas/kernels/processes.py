@@ -28,8 +28,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-# Sockets for each processor: as many questions may be asked at a time before another program is started for more.
-LANES = 2
+# Questions at a time that are worth a process each; and sockets, for those that are asked beside (kernels' first ones).
+SIDE_BY_SIDE = min(32, os.cpu_count() or 1)
+LANES = 2 * SIDE_BY_SIDE
 
 
 class Ended(Exception):
@@ -130,7 +131,7 @@ class _Pool:
         if "python" not in Path(sys.executable or "").name:
             raise OSError("Python is a part of another program")
         self._started = [p for p in self._started if p.poll() is None]
-        pairs = [socket.socketpair() for _ in range(LANES * (os.cpu_count() or 1))]
+        pairs = [socket.socketpair() for _ in range(LANES)]
         theirs = [other.fileno() for _, other in pairs]
         # -P: beside the program there is a module called triton.
         command = [sys.executable, "-P", str(Path(worker.__file__)), json.dumps(sys.path), json.dumps(theirs)]

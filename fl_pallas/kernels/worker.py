@@ -6,6 +6,7 @@ In one process, threads that trace and compile wait for each other's turn at Pyt
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -37,6 +38,9 @@ def main() -> None:
     from triton.runtime import cache
 
     from fl_pallas.kernels import fit, processes  # noqa: F401  what will be called
+
+    with contextlib.suppress(ImportError):
+        import jax.experimental.pallas.mosaic_gpu  # noqa: F401  so does whoever lowers first
 
     # Lowering starts what JAX has backends for: that of a GPU is loaded from hundreds of megabytes.
     xla_bridge.discover_pjrt_plugins = lambda: None
