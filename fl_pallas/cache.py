@@ -97,6 +97,12 @@ def write(key: str, entry: dict[str, Any]) -> None:
         _prune()
 
 
+def is_empty() -> bool:
+    """Whether nothing is kept by this version."""
+    place = _place()
+    return place is None or not any(place.glob("*.entry"))
+
+
 def triton_folder() -> Path | None:
     """Where Triton's own files are kept; None if the cache is switched off."""
     place = _place()

@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from triton import knobs
 
 import fl_pallas as fl
 from fl_pallas import cache
+from fl_pallas.bridge import ahead
+from fl_pallas.kernels import processes
 from fl_pallas.kernels.chosen import CHOSEN, as_chosen
 
 
@@ -30,13 +33,27 @@ def entries(place: Path) -> list[Path]:
 
 
 def test_an_entry_comes_back(place: Path) -> None:
-    assert cache.read("a") is None
+    assert cache.read("a") is None and cache.is_empty()
     cache.write("a", {"x": [1, "two"]})
-    assert cache.read("a") == {"x": [1, "two"]}
+    assert cache.read("a") == {"x": [1, "two"]} and not cache.is_empty()
     assert fl.cache.info().entries == 1 and 0 < fl.cache.info().bytes < 100
     assert str(place) in str(fl.cache.info())
     fl.cache.clear()
     assert cache.read("a") is None and fl.cache.info().entries == 0
+
+
+def test_what_compiles_is_started_early_where_nothing_is_kept(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a device that has kernels of its own."""
+    begun: list[str] = []
+    monkeypatch.setattr(processes, "begin", lambda: begun.append("begun"))
+    ahead.prepare(torch.device("cpu"))
+    assert not begun
+    monkeypatch.setattr(ahead, "unavailable", lambda device: None)
+    ahead.prepare(torch.device("cuda"))
+    assert begun == ["begun"]
+    cache.write("a", {})
+    ahead.prepare(torch.device("cuda"))
+    assert begun == ["begun"]
 
 
 def test_a_broken_entry_is_none(place: Path) -> None:
@@ -98,6 +115,7 @@ from types import ModuleType
 package = sys.modules["fl_pallas"] = ModuleType("fl_pallas")
 package.__path__ = [sys.argv[3]]
 from fl_pallas import cache
+from fl_pallas.bridge import ahead
 from fl_pallas.config import config
 config.cache, n = sys.argv[1], int(sys.argv[2])
 for k in range(200):

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from .. import cache
 from ..errors import Unsupported
 from .launch import DirectKernel, unavailable
 from .order import Order
@@ -19,11 +20,16 @@ Calls = Sequence[tuple[DirectKernel, Sequence[Tensor]]]
 
 
 def prepare(device: torch.device) -> None:
-    """Start what will compile kernels for a device, which takes a second, while they are planned."""
-    if unavailable(device) is None:
-        from ..kernels import processes  # triton is not everywhere
+    """Start what will compile kernels for a device, which takes a second, while they are planned: where none is kept on
+    disk."""
+    if unavailable(device) is None and cache.is_empty():
+        _begin()
 
-        processes.begin()
+
+def _begin() -> None:
+    from ..kernels import processes  # triton is not everywhere
+
+    processes.begin()
 
 
 class Together:
@@ -35,8 +41,12 @@ class Together:
         self._begun: threading.Thread | None = None
 
     def expect(self, calls: Calls) -> None:
-        """Tell what a region will do, once others have run."""
+        """Tell what a region will do, once others have run. What will compile its kernels is started, unless the first
+        of them is kept on disk."""
         self._expected += calls
+        with contextlib.suppress(Unsupported):  # the call will raise it
+            if calls and calls[0][0].ahead(calls[0][1]) is not None:
+                _begin()
 
     def begin(self) -> None:
         """Compile what is expected, in a thread."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -38,7 +37,7 @@ class Fitted:
     """A kernel under one of its choices, compiled.
 
     Attributes:
-      in_place: whether its products add to their accumulators in place (see `_forms`).
+      in_place: whether its products add to their accumulators in place.
     """
 
     choices: Choices
@@ -68,24 +67,19 @@ def fitting(
       count: how many are wanted; as many are compiled at once. With several, the first may come in two forms and by
         addresses too, and each with as many registers as it asks for and with fewer, and about guesses, and those met
         on the way that spill somewhat more come last, for tuning to tell.
-      met: is told early what a kernel may be launched with (`Lowered.arguments`).
+      met: is told what a kernel is launched with (`Lowered.arguments`) once one has been compiled.
 
     Raises: Unsupported if none compiles and fits shared memory.
     """
     pick, *others = [replace(c, guesses=count == 1) for c in (plan.choices, *plan.others)]
-    # A loop about guesses comes with another about running maxima, once or never, in a third; and one looks at what
-    # bounds rest on.
-    loops = (3 if count == 1 and has_guesses(plan) else 1) + any(map(above_along, plan.loops))
-    (first, *more), arguments = call(_forms, plan.with_choices(pick), lower, capability, count, loops)
-    met(*arguments)
-    waiting = [(pick, form) for form in (first, *more)] + [(c, first) for c in others]
-    if count > 1 and arguments[1]:
-        met(arguments[0], 0)
+    waiting = [_Candidate(pick)]
+    if count > 1:
         is_short = all(loop.axis.extent <= SHORT for loop in plan.loops)
-        plain = [replace(c, blocks=False) for c in (pick, *others[: BY_ADDRESSES - 1 if is_short else 0])]
-        waiting[1:1] = [(c, first) for c in plain]
-        more += [first] * len(plain)
-    count += len(more)
+        plain = [replace(c, blocks=False) for c in (pick, *others[: BY_ADDRESSES - 1 if is_short else 0]) if c.blocks]
+        waiting += [_Candidate(c, is_another=True) for c in plain]
+        waiting.append(_Candidate(pick, in_place=False, is_another=True))
+    count += len(waiting) - 1
+    waiting += map(_Candidate, others)
     fit: list[Fitted] = []
     guessing: list[Fitted] = []
     tighter: list[Fitted] = []
@@ -93,16 +87,18 @@ def fitting(
     refusal: Unsupported | None = None
     wanted = count
     while waiting and len(fit) < wanted:
-        size, wanted = wanted - len(fit), max(1, count // 2)
-        batch, waiting = waiting[:size], waiting[size:]
+        batch, waiting = waiting[: wanted - len(fit)], waiting[wanted - len(fit) :]
         # Other choices are the fastest about guesses than about running maxima.
         if count > 1 and has_guesses(plan):
-            batch += [(replace(c, guesses=True), form) for c, form in batch if c.blocks]
+            batch += [replace(c, choices=replace(c.choices, guesses=True)) for c in batch if c.choices.blocks]
         with off_the_terminal():
-            tried = _tried(plan, batch, lower, capability, TRIED if count > 1 else ENOUGH)
-        for made in tried:
+            tried = _tried(plan, batch, lower, capability, TRIED if count > 1 else ENOUGH, met)
+        for candidate, made in zip(batch, tried, strict=True):
             if isinstance(made, Unsupported):
                 refusal = refusal or made
+                continue
+            if made is None:
+                count -= not candidate.choices.guesses
                 continue
             first, *fewer = made
             if count > 1 and first.choices.guesses:
@@ -110,6 +106,7 @@ def fitting(
                 continue
             (spilling if first.cubin.stack > SPILL else fit).append(first)
             tighter += [f for f in fewer if f.cubin.stack <= SPILL and f.choices.blocks]
+        wanted = max(1, count // 2)
     if fit:
         some = [f for f in spilling if f.cubin.stack <= TRIED_SPILL]
         return (*fit, *guessing, *tighter, *some) if count > 1 else tuple(fit)
@@ -135,39 +132,82 @@ os.register_at_fork(after_in_child=workers.cache_clear)
 os.register_at_fork(after_in_child=_checkers.cache_clear)
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A way to compile a kernel.
+
+    Attributes:
+      in_place: whether its products add to their accumulators in place, where ptxas lets them.
+      is_another: there is one that differs in that alone, or has tiles brought by the copy engine.
+    """
+
+    choices: Choices
+    in_place: bool = True
+    is_another: bool = False
+
+
 def _tried(
-    plan: KernelPlan, batch: Iterable[tuple[Choices, bool]], lower: Lower, capability: int, enough: float
-) -> list[tuple[Fitted, ...] | Unsupported]:
-    """Choices and whether products add in place, compiled: in one way or two; or why not."""
+    plan: KernelPlan,
+    batch: Sequence[_Candidate],
+    lower: Lower,
+    capability: int,
+    enough: float,
+    met: Callable[[int, int], object],
+) -> list[tuple[Fitted, ...] | Unsupported | None]:
+    """Candidates, compiled; or why not, or None for what is the same as another."""
 
-    def one(candidate: tuple[Choices, bool]) -> tuple[Fitted, ...] | Unsupported:
-        choices, in_place = candidate
-        return call(_ways, plan.with_choices(choices), in_place, lower, capability, enough)
+    def one(candidate: _Candidate) -> tuple[Fitted, ...] | Unsupported | None:
+        made = call(_ways, plan, candidate, lower, capability, enough)
+        if isinstance(made, tuple):
+            met(*made[0].lowered.arguments)
+        return made
 
-    batch = list(batch)
     return [one(c) for c in batch] if len(batch) < 2 else list(workers().map(one, batch))
 
 
 def _ways(
-    plan: KernelPlan, in_place: bool, lower: Lower, capability: int, enough: float
-) -> tuple[Fitted, ...] | Unsupported:
-    """A plan under one of its choices, compiled in one way or two; or why it is not."""
+    plan: KernelPlan, candidate: _Candidate, lower: Lower, capability: int, enough: float
+) -> tuple[Fitted, ...] | Unsupported | None:
+    """A candidate, compiled in one way or two; or why it is not, or None for what is the same as another."""
+    choices, in_place = candidate.choices, candidate.in_place
     try:
-        return _sound(_fitted(plan, in_place, lower(plan), capability, enough))
+        lowered = lower(plan.with_choices(choices))
+        if candidate.is_another and not (
+            "tt.dot" in lowered.ttir
+            if choices.blocks
+            else lower(plan.with_choices(replace(choices, blocks=True))).blocks
+        ):
+            return None
+        # A loop about guesses comes with another about running maxima, once or never, in a third; and one looks at what
+        # bounds rest on.
+        loops = (3 if choices.guesses and has_guesses(plan) else 1) + any(map(above_along, plan.loops))
+        in_place = in_place and not _waits_in_place(lowered, capability, loops)
+        return _sound(_fitted(plan.name, choices, in_place, lowered, capability, enough))
     except Unsupported as refusal:
         return refusal
+
+
+def _waits_in_place(lowered: Lowered, capability: int, loops: int) -> bool:
+    """Whether ptxas would have products that add to their accumulators in place, of more loops than `loops`, wait for
+    each other. In place takes fewer registers, and a product has to wait until its accumulator has been corrected.
+    """
+    if capability < ASYNCHRONOUS or lowered.ttir.count("scf.for") <= loops:
+        return False
+    try:
+        return is_serial(_ordered(simplified(lowered, capability), capability)[1])
+    except Unsupported:
+        return False
 
 
 # One choice, compiled in one way or two, once their machine code has been looked at, which goes on meanwhile.
 _Ways = tuple["Future[Fitted]", ...]
 
 
-def _fitted(plan: KernelPlan, in_place: bool, lowered: Lowered, capability: int, enough: float) -> _Ways:
+def _fitted(name: str, choices: Choices, in_place: bool, lowered: Lowered, capability: int, enough: float) -> _Ways:
     """One choice, with as many registers as it asks for, and with fewer.
 
     Raises: Unsupported if it does not compile or takes too much shared memory.
     """
-    name, choices = plan.name, plan.choices
     lowered, cubin = _ordered(simplified(lowered, capability) if in_place else lowered, capability)
     target = target_of(capability)
     if cubin.shared > target.shared_bytes:
@@ -224,24 +264,6 @@ def _sound(ways: _Ways) -> tuple[Fitted, ...] | Unsupported:
 def has_guesses(plan: KernelPlan) -> bool:
     """Whether sums of a plan may be taken about guesses."""
     return any(loop.guesses for loop in plan.loops)
-
-
-def _forms(
-    plan: KernelPlan, lower: Lower, capability: int, count: int, loops: int
-) -> tuple[tuple[bool, ...], tuple[int, int]]:
-    """Whether to simplify a kernel, so that products add to their accumulators in place; or both, for tuning to tell.
-    And what it is launched with.
-
-    In place takes fewer registers, and a product has to wait until its accumulator has been corrected. Not where ptxas
-    would have the products of several loops, more than `loops`, wait for each other then.
-    """
-    lowered = lower(plan)
-    forms = (True, False) if count > 1 and "tt.dot" in lowered.ttir else (True,)
-    if capability >= ASYNCHRONOUS and lowered.ttir.count("scf.for") > loops:
-        with contextlib.suppress(Unsupported):
-            if is_serial(_ordered(simplified(lowered, capability), capability)[1]):
-                forms = (False,)
-    return forms, lowered.arguments
 
 
 def _tighter(fitted: Fitted, target: Target, enough: float) -> Fitted | None:
