@@ -27,10 +27,8 @@ from .compiler import settings
 P = ParamSpec("P")
 T = TypeVar("T")
 
-
-# Questions at a time that are worth a process each; and sockets, for those that are asked beside (kernels' first ones).
+# Questions that are asked at a time, of a process each.
 SIDE_BY_SIDE = min(32, os.cpu_count() or 1)
-LANES = 2 * SIDE_BY_SIDE
 
 
 class Ended(Exception):
@@ -98,40 +96,43 @@ class _Pool:
         self._idle: list[_Process] = []
         self._started: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
+        self._asking = threading.Semaphore(SIDE_BY_SIDE)
         self.has_answered = False
 
     def begin(self) -> None:
         """Have some that are idle. Raises OSError where none can be started."""
         with self._lock:
-            for p in [p for p in self._idle if not p.is_alive()]:
-                self._idle.remove(p)
-                p.end()
-            if not self._idle:
-                self._start()
+            self._begin()
 
     def answer(self, asked: bytes) -> _Answer:
         """Raises: Ended, OSError."""
-        self.begin()
-        with self._lock:
-            process = self._idle.pop() if self._idle else None
-        if process is None:  # another thread was faster
-            return self.answer(asked)
-        try:
-            answer = process.answer(asked)
-        except Ended:  # so may what the others would be forked by
+        with self._asking:
             with self._lock:
-                self._leave_idle()
-            raise
-        with self._lock:
-            self._idle.append(process)
-            self.has_answered = True
-        return answer
+                self._begin()
+                process = self._idle.pop()
+            try:
+                answer = process.answer(asked)
+            except Ended:  # so may what the others would be forked by
+                with self._lock:
+                    self._leave_idle()
+                raise
+            with self._lock:
+                self._idle.append(process)
+                self.has_answered = True
+            return answer
+
+    def _begin(self) -> None:
+        for p in [p for p in self._idle if not p.is_alive()]:
+            self._idle.remove(p)
+            p.end()
+        if not self._idle:
+            self._start()
 
     def _start(self) -> None:
         if "python" not in Path(sys.executable or "").name:
             raise OSError("Python is a part of another program")
         self._started = [p for p in self._started if p.poll() is None]
-        pairs = [socket.socketpair() for _ in range(LANES)]
+        pairs = [socket.socketpair() for _ in range(SIDE_BY_SIDE)]
         theirs = [other.fileno() for _, other in pairs]
         # -P: beside the program there is a module called triton.
         command = [sys.executable, "-P", str(Path(worker.__file__)), json.dumps(sys.path), json.dumps(theirs)]

@@ -177,12 +177,12 @@ def test_a_program_that_python_is_a_part_of_is_not_started(
 
 
 def test_threads_that_ask_at_once_are_answered_side_by_side() -> None:
-    """By processes that one program forks, and another one where there are more."""
-    count = processes.LANES + 1
+    """By processes that one program forks; more wait."""
+    count = processes.SIDE_BY_SIDE + 1
     with ThreadPoolExecutor(count) as threads:
-        asked = [threads.submit(processes.elsewhere, subprocess.getoutput, "sleep 2; echo $PPID") for _ in range(count)]
+        asked = [threads.submit(processes.elsewhere, subprocess.getoutput, "sleep 1; echo $PPID") for _ in range(count)]
     found = {a.result() for a in asked}
-    assert len(found) == count and str(os.getpid()) not in found
+    assert len(found) == processes.SIDE_BY_SIDE and str(os.getpid()) not in found
 
 
 def test_they_end_with_those_that_ask() -> None:
