@@ -334,15 +334,23 @@ def _is_table(program: Program, v: Value) -> bool:
 
 
 def is_picked_often(program: Program, v: Value, readers: Sequence[Value]) -> bool:
-    """Whether elements of `v` are read at places that data decides alone, and more often than there are any: sums for
-    each of these would be made again and again."""
+    """Whether elements of `v` are read at places that data decides alone, and more often than there are any, or as
+    often, if not by rows and columns in another order: sums for each of these would be made again and again."""
 
     def is_by_data(n: Load) -> bool:
         return any(not is_of_positions(program, program.by_name[m.source]) for i in n.index for m in loads(i))
 
+    def is_ordered(n: Load) -> bool:
+        found = [a for i in n.index for a in free_axes(i)]
+        by_data = [free_axes(i) for i in n.index if loads(i)]
+        return all(len(axes) == 1 and found.count(*axes) == 1 for axes in by_data)
+
+    def is_often(n: Load, reader: Value) -> bool:
+        return reader.numel > v.numel or reader.numel == v.numel and not is_ordered(n)
+
     reads = [(n, reader) for reader in readers if reader.expr is not None for n in loads(reader.expr)]
     own = [(n, reader) for n, reader in reads if n.source == v.name]
-    return bool(own) and all(is_by_data(n) and reader.numel >= v.numel for n, reader in own)
+    return bool(own) and all(is_by_data(n) and is_often(n, reader) for n, reader in own)
 
 
 def _path(program: Program, v: Value) -> tuple[bool, bool]:
