@@ -22,6 +22,7 @@ from .capture.in_place import out_of_place
 from .capture.joint import NOTHING, Compiler, Known, differentiable
 from .capture.laid import lay_as_pytorch
 from .capture.numbers import Numbers, has_numbers, numbers_of
+from .capture.one_place import at_lists
 from .capture.writes import parts_between_writes, run_parts
 from .config import Config, config
 from .errors import NoGradient, Unsupported, failing
@@ -71,6 +72,7 @@ class Backend:
         if settings.road != "dlpack" and not settings.interpret:
             prepare(device_of(example_inputs))
         lay_as_pytorch(gm)
+        at_lists(gm)
         # TorchDynamo's guards hold everything fixed unless some size is symbolic.
         fixed = not any(map(_is_symbolic, example_inputs))
 
