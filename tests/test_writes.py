@@ -73,6 +73,21 @@ def rounded(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, at: T
         return (q @ keys.mT / 4).softmax(-1).to(torch.bfloat16) @ values
 
 
+def of_values(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, at: Tensor) -> Tensor:
+    """Scores are made of nothing that is written: they wait for what reads it."""
+    values.index_copy_(2, at, v)
+    weights = (q @ keys.mT / 4).softmax(-1)
+    return weights @ values
+
+
+def of_keys_before(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, at: Tensor) -> Tensor:
+    """Scores are made of what is written later: they do not wait."""
+    weights = (q @ keys.mT / 4).softmax(-1)
+    values.index_copy_(2, at, v)
+    keys.index_copy_(2, at, k)
+    return weights @ values
+
+
 def inputs(device: torch.device) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     lengths = [LENGTH] * 3 + [ROOM] * 2
@@ -80,7 +95,7 @@ def inputs(device: torch.device) -> list[Tensor]:
     return [*made, torch.arange(7, 7 + LENGTH, device=device)]
 
 
-ALL = [copied, assigned, viewed, read_before, counted, rounded]
+ALL = [copied, assigned, viewed, read_before, counted, rounded, of_values, of_keys_before]
 
 
 @pytest.mark.parametrize("fn", ALL)
@@ -96,7 +111,8 @@ def test_as_in_pytorch(fn: Callable, way: Callable, device: torch.device) -> Non
 
 
 @pytest.mark.parametrize(
-    "fn, kernels", [(copied, 1), (assigned, 1), (viewed, 1), (read_before, 3), (counted, 1), (rounded, 1)]
+    "fn, kernels",
+    [(copied, 1), (assigned, 1), (viewed, 1), (read_before, 3), (counted, 1), (rounded, 1), (of_values, 1)],
 )
 def test_what_lies_between_fuses(fn: Callable, kernels: int, device: torch.device) -> None:
     with unrun(), torch.no_grad():

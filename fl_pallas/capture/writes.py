@@ -49,6 +49,7 @@ def parts_between_writes(gm: GraphModule, args: Sequence[Any]) -> list[Part] | N
     stage, writers = _stages(gm, watch)
     if not writers:
         return None
+    _put_off(stage, writers, watch)
     groups = [
         [n for n in stage if stage[n] == k and (n in writers) == writes]
         for k in range(max(stage.values()) + 1)
@@ -202,6 +203,22 @@ def _stages(gm: GraphModule, watch: _Watch) -> tuple[dict[Node, int], set[Node]]
             last[m] = max(last.get(m, 0), own)
         stage[n] = own
     return stage, writers
+
+
+def _put_off(stage: dict[Node, int], writers: set[Node], watch: _Watch) -> None:
+    """Have operations wait for what reads them, where nothing is written meanwhile that they have to do with: attention
+    to what is written, scores, that are not made of that, are in one part with it."""
+    readers: dict[Node, list[int]] = {}
+    written: dict[int, list[int]] = {}
+    for n, own in stage.items():
+        for m in watch.written[n]:
+            written.setdefault(m, []).append(own)
+    for n in reversed([*stage]):
+        before = all(k < stage[n] for m in watch.touched[n] for k in written.get(m, ()))
+        if before and n not in watch.drawn and n in readers:
+            stage[n] = max(stage[n], min(readers[n]))
+        for a in _needed([n], watch.free) - {n}:
+            readers.setdefault(a, []).append(stage[n])
 
 
 def _needed(nodes: Iterable[Node], free: set[Node]) -> set[Node]:
