@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from .backend import Backend
 from .capture import skipped
+from .capture.inlined import substitute
 from .classes import compiled_class
 from .config import config
 from .errors import FallbackWarning, InputError, Unsupported
@@ -127,6 +128,7 @@ def _differentiate(out: Any) -> None:
 
 def _compiled(fn: Any, backend: Backend, dynamic: bool | None = None) -> Any:
     """`fn` through TorchDynamo with our backend, its errors made ours."""
+    substitute()
     options: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT} if _has_recompile_limit() else {}
     inner = torch.compile(fn, backend=backend, dynamic=dynamic, **options)
     if isinstance(fn, torch.nn.Module):
@@ -184,7 +186,18 @@ def _guarded(call: Callable[..., Any], plain: Callable[..., Any], backend: Backe
                 with compile_lock:
                     return call(*args, **kwargs)
         except TorchRuntimeError as error:
-            raise InputError(f"PyTorch refuses these arguments: {_reason(str(error))}") from error
+            reason = _reason(str(error))
+            refused = InputError(f"PyTorch refuses these arguments: {reason}")
+            # A number that changes from call to call is a symbol to TorchDynamo, which asks more of it than PyTorch.
+            if not any(isinstance(a, (int, float)) for a in tree_leaves((args, kwargs))):
+                raise refused from error
+            try:
+                out = plain(*args, **kwargs)
+            except Exception:
+                raise refused from error
+            why = f"TorchDynamo cannot trace it for these arguments ({reason})"
+            report(Fallback(_name_of(plain), why, None, 0), config.merged(**backend.given))
+            return out
         except BackendCompilerFailed as error:
             inner = error.inner_exception
             if isinstance(inner, Unsupported):

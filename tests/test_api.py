@@ -1500,3 +1500,16 @@ def test_refused_arguments_are_told_by_operation_and_line(
 def test_what_torch_compiled_already(device: torch.device) -> None:
     module, x = OneLayer().to(device), torch.randn(2, 50, 32, device=device)
     torch.testing.assert_close(fl.compile(torch.compile(module))(x), module(x), rtol=1e-4, atol=1e-5)
+
+
+def to_a_power(x: Tensor, t: float) -> Tensor:
+    return (x @ x.T * t).softmax(-1) @ x / (1 + t**2)
+
+
+def test_numbers_that_only_torch_dynamo_refuses(unwarned: None) -> None:
+    """To it they are symbols from their second value on, and no power of a negative one is known."""
+    x, compiled = torch.randn(40, 16), fl.compile(to_a_power)
+    for t in (0.25, 0.3):
+        torch.testing.assert_close(compiled(x, t), to_a_power(x, t))
+    with pytest.warns(fl.FallbackWarning, match="TorchDynamo cannot trace it for these arguments"):
+        torch.testing.assert_close(compiled(x, -0.5), to_a_power(x, -0.5))

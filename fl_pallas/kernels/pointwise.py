@@ -88,10 +88,13 @@ def log1p(x: Array, most: float, narrow: bool) -> Array:
 
 
 def _round(x: Array) -> Array:
-    # Halves go to the even neighbour.
-    up = jnp.floor(x + 0.5)
-    odd = up - 2 * jnp.floor(up * 0.5) != 0
-    return jnp.where((up - x == 0.5) & odd, up - 1, up)
+    # Halves go to the even neighbour; what is left above a whole number is exact, and a sum with 0.5 would not be.
+    down = jnp.floor(x)
+    above = x - down
+    odd = down - 2 * jnp.floor(down * 0.5) != 0
+    near = jnp.where((above > 0.5) | (above == 0.5) & odd, down + 1, down)
+    # An infinity has nothing above; what rounds to 0 from below is -0.
+    return jnp.where(jnp.abs(x) == jnp.inf, x, jnp.where(x < 0, -jnp.abs(near), near))
 
 
 def _trunc(x: Array) -> Array:
