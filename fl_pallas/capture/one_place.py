@@ -18,12 +18,14 @@ from torch.fx import GraphModule, Node
 
 def at_lists(gm: GraphModule) -> None:
     """Have a graph, as TorchDynamo captures it, read and write at lists of one place."""
+    changed = False
     for n in [n for n in gm.graph.nodes if n.target in (operator.getitem, operator.setitem)]:
         whole, index, *written = n.args
         index = index if isinstance(index, tuple) else (index,)
         tensors = [k for k, i in enumerate(index) if isinstance(i, Node)]
         if len(tensors) != 1 or not _is_place(index[tensors[0]]) or not isinstance(_value(whole), torch.Tensor):
             continue
+        changed = True
         (at,) = tensors
         behind = _dims_behind(index, at, _value(whole).dim())
         with gm.graph.inserting_before(n):
@@ -39,7 +41,8 @@ def at_lists(gm: GraphModule) -> None:
         found.meta["example_value"] = _value(n)
         n.replace_all_uses_with(found)
         gm.graph.erase_node(n)
-    gm.recompile()
+    if changed:
+        gm.recompile()
 
 
 def _along(gm: GraphModule, written: Any, behind: int) -> Any:

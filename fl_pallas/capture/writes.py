@@ -49,7 +49,7 @@ def parts_between_writes(gm: GraphModule, args: Sequence[Any]) -> list[Part] | N
     stage, writers = _stages(gm, watch)
     if not writers:
         return None
-    _put_off(stage, writers, watch)
+    _put_off(stage, watch)
     groups = [
         [n for n in stage if stage[n] == k and (n in writers) == writes]
         for k in range(max(stage.values()) + 1)
@@ -205,7 +205,7 @@ def _stages(gm: GraphModule, watch: _Watch) -> tuple[dict[Node, int], set[Node]]
     return stage, writers
 
 
-def _put_off(stage: dict[Node, int], writers: set[Node], watch: _Watch) -> None:
+def _put_off(stage: dict[Node, int], watch: _Watch) -> None:
     """Have operations wait for what reads them, where nothing is written meanwhile that they have to do with: attention
     to what is written, scores, that are not made of that, are in one part with it."""
     readers: dict[Node, list[int]] = {}
