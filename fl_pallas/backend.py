@@ -18,9 +18,11 @@ from .bridge.dlpack import float32_products
 from .bridge.launch import Family
 from .bridge.rest import Whole
 from .bridge.splice import with_reshapes
+from .capture.control import has_control, with_calls
 from .capture.in_place import out_of_place
 from .capture.joint import NOTHING, Compiler, Known, differentiable
 from .capture.laid import lay_as_pytorch
+from .capture.nested import inline
 from .capture.numbers import Numbers, has_numbers, numbers_of
 from .capture.one_place import at_lists
 from .capture.writes import parts_between_writes, run_parts
@@ -71,6 +73,7 @@ class Backend:
         settings, end = config.merged(**self.given), _early_end(gm)
         if settings.road != "dlpack" and not settings.interpret:
             prepare(device_of(example_inputs))
+        inline(gm)
         lay_as_pytorch(gm)
         at_lists(gm)
         # TorchDynamo's guards hold everything fixed unless some size is symbolic.
@@ -188,6 +191,8 @@ class _Specialised:
         if (reason := moved(self.gm)) is not None:
             self._tell(Graph(None, (Fallback("the whole graph", reason, None, 0),), ()))
             return self.gm
+        if has_control(self.gm):
+            return self._between_writes(args)
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return self._differentiable(args)
         aten = functional(self.gm, args)
@@ -199,15 +204,20 @@ class _Specialised:
         return run
 
     def _between_writes(self, args: Sequence[Any]) -> Callable[..., Any]:
-        """What writes to inputs by PyTorch, and the rest in parts that do not."""
+        """What writes to inputs by PyTorch, control flow that data decides by Python, and the rest in parts."""
         parts = parts_between_writes(self.gm, args)
         if parts is None:
-            self._tell(Graph(None, (Fallback("an input is written to", "it cannot be done apart", None, 0),), ()))
+            what = "control flow" if has_control(self.gm) else "an input is written to"
+            self._tell(Graph(None, (Fallback(what, "it cannot be done apart", None, 0),), ()))
             return self.gm
-        return run_parts(parts, [p.gm if p.writes else self._part(p.gm) for p in parts], self.gm)
+        calls = [with_calls(p.gm, self._inner) if p.writes else self._part(p.gm, self.fixed) for p in parts]
+        return run_parts(parts, calls, self.gm)
 
-    def _part(self, gm: torch.fx.GraphModule) -> _Specialised:
-        return _Specialised(gm, self.fixed, self.settings, self.family, self.explanation, self.end)
+    def _inner(self, gm: torch.fx.GraphModule, repeated: bool) -> _Specialised:
+        return self._part(gm, self.fixed and not repeated)
+
+    def _part(self, gm: torch.fx.GraphModule, fixed: bool) -> _Specialised:
+        return _Specialised(gm, fixed, self.settings, self.family, self.explanation, self.end)
 
     def _differentiable(self, args: Sequence[Any]) -> Callable[..., Any]:
         """Both passes; PyTorch's own where it would compute for the backward pass what only kernels know."""

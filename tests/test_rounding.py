@@ -217,3 +217,14 @@ def test_a_statistic_that_is_returned(dtype: torch.dtype, scale: float, device: 
 
     inputs = draw(*[(1, 2, 70, 8)] * 3, dtype=dtype, device=device)
     check_gradients(with_logsumexp, fl.compile(with_logsumexp), inputs)
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_a_row_sum_of_wide_scores_is_not_taken_from_a_narrow_result(narrow: torch.dtype, device: torch.device) -> None:
+    """Gradients of queries and keys have 32 bits, the result, whose product with its own is a row's sum, 16."""
+
+    def mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT).softmax(-1).to(v.dtype) @ v
+
+    q, k, v = draw((2, 128, 32), (2, 128, 32), (2, 128, 32), dtype=torch.float32, device=device)
+    check_gradients(mixed, fl.compile(mixed), (q, k, v.to(narrow)))

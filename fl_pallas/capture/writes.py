@@ -1,4 +1,5 @@
 """Writes to inputs (keys put into a cache, statistics kept in a buffer): PyTorch's, between parts that write nothing.
+So is control flow that data decides.
 
 Before: `k = rope(x @ w); cache[:, p] = k; y = attend(q, cache)`. After: a graph of what leads to k, one of the write,
 and one of y, each of which takes what the others give. So a decoder's layers fuse, and caches are written in place.
@@ -6,6 +7,8 @@ and one of y, each of which takes what the others give. So a decoder's layers fu
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .aten import fakes_of
+from .control import is_control
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Part:
 
     Attributes:
       gm: takes values of the names `takes`, and returns a tuple of those of the names `gives`.
-      writes: whether it writes to what it takes; it does nothing else then.
+      writes: whether it writes to what it takes, or is control flow; it does nothing else then.
       done: names of values that no later part takes.
     """
 
@@ -37,7 +41,8 @@ class Part:
 
 
 def parts_between_writes(gm: GraphModule, args: Sequence[Any]) -> list[Part] | None:
-    """The parts of a graph, in an order in which they can run; None if it writes to no input, or cannot be parted.
+    """The parts of a graph, in an order in which they can run; None if it writes to no input and has no control flow,
+    or cannot be parted.
 
     Args:
       gm: of torch functions, as TorchDynamo captures it.
@@ -49,7 +54,7 @@ def parts_between_writes(gm: GraphModule, args: Sequence[Any]) -> list[Part] | N
     stage, writers = _stages(gm, watch)
     if not writers:
         return None
-    _put_off(stage, watch)
+    _put_off(stage, writers, watch)
     groups = [
         [n for n in stage if stage[n] == k and (n in writers) == writes]
         for k in range(max(stage.values()) + 1)
@@ -108,7 +113,8 @@ class _Watch(Interpreter):
 
     def run_node(self, n: Node) -> Any:
         self.writing.found, self.writing.drawn = set(), False
-        with self.writing:
+        # (What PyTorch allows in control flow writes nothing.)
+        with contextlib.nullcontext() if is_control(n) else self.writing:
             out = super().run_node(n)
         taken, made = _memory(self.env[a] for a in n.all_input_nodes), _memory([out])
         self.touched[n], self.written[n] = taken | made, self.writing.found
@@ -177,7 +183,7 @@ def _watched(gm: GraphModule, args: Sequence[Any]) -> _Watch | None:
 
 
 def _stages(gm: GraphModule, watch: _Watch) -> tuple[dict[Node, int], set[Node]]:
-    """How many rounds of writes come before each operation, but for free ones; and which write.
+    """How many rounds of writes come before each operation, but for free ones; and which write, or are control flow.
 
     What has memory that is written later to comes before that, and what has it after that comes after.
     """
@@ -194,6 +200,12 @@ def _stages(gm: GraphModule, watch: _Watch) -> tuple[dict[Node, int], set[Node]]
         touched = watch.touched[n]
         own = max([own, *(after[m] for m in touched if m in after)])
         written = watch.written[n]
+        if (whole := _taken_apart(n, watch)) is not None:
+            stage[n] = stage[whole]
+            writers |= {n} if whole in writers else set()
+            continue
+        if is_control(n):
+            writers.add(n)
         if any(m in watch.given or first.get(m, own) < own for m in written):
             own = max([own, *(last[m] for m in written if m in last)])
             writers.add(n)
@@ -205,7 +217,7 @@ def _stages(gm: GraphModule, watch: _Watch) -> tuple[dict[Node, int], set[Node]]
     return stage, writers
 
 
-def _put_off(stage: dict[Node, int], watch: _Watch) -> None:
+def _put_off(stage: dict[Node, int], writers: set[Node], watch: _Watch) -> None:
     """Have operations wait for what reads them, where nothing is written meanwhile that they have to do with: attention
     to what is written, scores, that are not made of that, are in one part with it."""
     readers: dict[Node, list[int]] = {}
@@ -214,11 +226,23 @@ def _put_off(stage: dict[Node, int], watch: _Watch) -> None:
         for m in watch.written[n]:
             written.setdefault(m, []).append(own)
     for n in reversed([*stage]):
+        if (whole := _taken_apart(n, watch)) is not None:
+            readers.setdefault(whole, []).extend(readers.get(n, ()))
+            continue
         before = all(k < stage[n] for m in watch.touched[n] for k in written.get(m, ()))
-        if before and n not in watch.drawn and n in readers:
+        if before and n not in watch.drawn and n not in writers and n in readers:
             stage[n] = max(stage[n], min(readers[n]))
         for a in _needed([n], watch.free) - {n}:
             readers.setdefault(a, []).append(stage[n])
+    for n in stage:
+        if (whole := _taken_apart(n, watch)) is not None:
+            stage[n] = stage[whole]
+
+
+def _taken_apart(n: Node, watch: _Watch) -> Node | None:
+    """What gives the tuple that an operation takes an element of: the two are in one part."""
+    whole = n.args[0] if n.target is operator.getitem else None
+    return whole if isinstance(whole, Node) and whole not in watch.sizes and whole not in watch.free else None
 
 
 def _needed(nodes: Iterable[Node], free: set[Node]) -> set[Node]:

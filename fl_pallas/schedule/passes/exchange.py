@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..build import dimensions, negate, op, reduce, rewrite, row_major, select, substitute, with_children
-from ..dtype import is_float
+from ..dtype import is_float, itemsize
 from ..expr import (
     Axis,
     Const,
@@ -175,8 +175,8 @@ class _Known:
 
 def _known(fact: Value) -> tuple[_Known, ...]:
     """What a fact says: in its own axes, and in those that any of them flatten. (A mask of blocks takes quotients of
-    rows too, which flatten nothing.)"""
-    if fact.expr is None:
+    rows too, which flatten nothing.) Nothing where it rounds more than its gradient may."""
+    if fact.expr is None or _rounds_away(fact):
         return ()
     found: list[_Known] = []
     for parts in itertools.product(*(dict.fromkeys(((a,), _parts(a, fact.expr))) for a in fact.axes)):
@@ -186,6 +186,13 @@ def _known(fact: Value) -> tuple[_Known, ...]:
             place = tuple(mapping[a] for a in fact.axes)
             found.append(_Known(fact.name, fact.dtype, tuple(a for p in parts for a in p), expr, place))
     return tuple(found)
+
+
+def _rounds_away(fact: Value) -> bool:
+    """Whether a fact is kept in 16 bits, and made by weights of products of more bits alone: gradients of those have
+    32 bits, and PyTorch's row sums the weights' own."""
+    products = [n for r in reductions(fact.expr) for n in reductions(r.body)] if fact.expr is not None else []
+    return itemsize(fact.dtype) == 2 and bool(products) and not any(map(is_narrow, products))
 
 
 def _parts(axis: Axis, e: Expr) -> tuple[Axis, ...]:
