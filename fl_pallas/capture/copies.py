@@ -10,26 +10,31 @@ from torch.fx import GraphModule, Node
 aten = torch.ops.aten
 
 
-def read_copy(gm: GraphModule, chain: Sequence[str]) -> None:
+def read_copies(gm: GraphModule, chains: Sequence[Sequence[str]]) -> None:
     """Before: `c = o.transpose(1, 2).clone()`, and later reads of `o`. After: these read `c.transpose(1, 2)`.
 
     Args:
       gm: an ATen graph with every result in `meta["val"]`.
-      chain: names of nodes, views without loss, each of the one before; the last is the copy, and precedes all else
-        that reads one of them, or what the first views.
+      chains: of names of nodes, views without loss, each of the one before; the last of a chain is the copy, and
+        precedes all else that reads one of them, or what the first views.
     """
     nodes = {n.name: n for n in gm.graph.nodes}
-    seen = nodes[chain[-1]]
-    for name in reversed(chain):
-        node = nodes[name]
+    for chain in chains:
+        _read_copy(gm, [nodes[name] for name in chain])
+    if chains:
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+
+
+def _read_copy(gm: GraphModule, chain: Sequence[Node]) -> None:
+    seen = chain[-1]
+    for node in reversed(chain):
         source = node.all_input_nodes[0]
         with gm.graph.inserting_after(seen):
             seen = _undone(gm.graph, node, source, seen)
         seen.meta.update(source.meta)
         for user in [u for u in source.users if u is not node]:
             user.replace_input_with(source, seen)
-    gm.graph.eliminate_dead_code()
-    gm.recompile()
 
 
 def _undone(graph: torch.fx.Graph, view: Node, source: Node, seen: Node) -> Node:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -13,12 +13,12 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import _vmap_for_bhqkv
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..errors import Unsupported
 from .dtypes import torch_dtype
 from .random import dropped
-from .tensor import Tensor
+from .tensor import Spec, Tensor
 
 F = torch.nn.functional
 aten = torch.ops.aten
@@ -177,13 +177,28 @@ def decomposition(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     Raises:
       Unsupported: the decomposition cannot be traced.
     """
-    body = _table()[target]
     leaves, tree = tree_flatten((args, kwargs))
     inputs = [x for x in leaves if isinstance(x, Tensor)]
+    # (1, 1.0 and True are equal.)
+    known = tuple(Spec(x.shape, x.dtype) if isinstance(x, Tensor) else (type(x), x) for x in leaves)
+    return _traced(target, tree, known, torch.get_default_dtype()), inputs
+
+
+@lru_cache(maxsize=256)
+def _traced(target: Any, tree: TreeSpec, known: tuple[Any, ...], default: torch.dtype) -> torch.fx.Graph:
+    """The graph of a decomposition: of each layer of many the same.
+
+    Args:
+      tree: of the arguments.
+      known: of each, what a tensor is, or the type and value of what is none.
+      default: PyTorch's type of floats.
+    """
+    body = _table()[target]
+    specs = [x for x in known if isinstance(x, Spec)]
 
     def run(*tensors: torch.Tensor) -> Any:
         given = iter(tensors)
-        a, k = tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], tree)
+        a, k = tree_unflatten([next(given) if isinstance(x, Spec) else x[1] for x in known], tree)
         made = body(*map(_own, a), **k)
         # A named tuple would put its own constructor into the graph.
         return tuple(made) if isinstance(made, tuple) else made
@@ -192,10 +207,10 @@ def decomposition(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         # AOTAutograd's own fake mode, where gradients are asked for, would refuse these fakes.
         with unset_fake_temporarily():
             with FakeTensorMode():
-                fakes = [torch.empty(t.shape, dtype=torch_dtype(t.dtype)) for t in inputs]
+                fakes = [torch.empty(s.shape, dtype=torch_dtype(s.dtype)) for s in specs]
             graph = make_fx(run, tracing_mode="fake")(*fakes).graph
     except Exception as error:  # a decomposition may fail in any way; PyTorch then runs the operation
         first = str(error).partition("\n")[0]
         raise Unsupported(str(target), f"no rule for {target}, and its decomposition fails: {first}") from error
     graph.eliminate_dead_code()
-    return graph, inputs
+    return graph

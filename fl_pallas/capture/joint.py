@@ -24,7 +24,7 @@ from ..schedule.passes.blow_ups import given_or_returned
 from ..schedule.passes.keep import Compared, Kept
 from ..schedule.program import KEPT, Program, Value, left_to_pytorch, with_parameters
 from .aten import Opener
-from .copies import read_copy
+from .copies import read_copies
 from .distribute import distribute
 from .drawn import Inner, give_back
 from .narrow import narrow
@@ -201,8 +201,7 @@ def differentiable(
                 offered = offer_terms(joint)
                 program = read(offered)
         _need(joint, num_fwd_outputs, kept.names & {*offered})
-        for chain in kept.copies:
-            read_copy(joint, tuple(v.name for v in chain))
+        read_copies(joint, [[v.name for v in chain] for chain in kept.copies])
         wide = _widen(joint, kept.exact)
         facts.extend(_widened(f, wide) for f in kept.facts)
         _need(joint, num_fwd_outputs, {f.name for f in facts})

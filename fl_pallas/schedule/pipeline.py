@@ -61,7 +61,7 @@ from .passes.unfused import slower
 from .passes.weigh import cheapest, covering
 from .passes.write_out import write_out
 from .plan import Choices, KernelPlan, Loop, Store, stored_in
-from .program import Program, compute_of, left_to_pytorch
+from .program import Program, Value, compute_of, left_to_pytorch
 from .target import HOPPER, Target
 from .text import fused_text, growth_text, plan_text, program_text
 from .verify import verify_operands, verify_plan, verify_program, verify_stores
@@ -132,6 +132,7 @@ def _scheduled(
     regions, kernels = [], []
     rejected = list(growth.rejected)
     taken = frozenset(m for region in growth.regions for m in region.members)
+    written: dict[str, Value] = {}
     for n, region in enumerate(growth.regions):
         groups = fuse(program, region)
         _record_each(record, "fuse", groups)
@@ -144,7 +145,7 @@ def _scheduled(
         _record_each(record, "exchange", groups)
         groups = tuple(without_divisions(without_roots(fused), facts) for fused in groups)
         groups = tabulate(short, groups, f"r{n}", compute)
-        region, along = take_along(program, region, taken, groups[: len(short)])
+        region, along = take_along(program, region, taken, groups[: len(short)], written)
         groups = (*along, *groups[len(short) :])
         taken |= {*region.members}
         _record_each(record, "without_divisions", groups)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -48,11 +49,11 @@ class Value:
     projection: bool = False
     where: SourceLoc | None = None
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return tuple(a.extent for a in self.axes)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -131,6 +132,33 @@ def depends(program: Program, targets: Set[str], sources: Set[str]) -> bool:
     for name in sources:
         bits |= 1 << program.places[name]
     return any(program.above[t] & bits for t in targets - sources)
+
+
+def read_by(program: Program, members: Set[str]) -> Iterator[Value]:
+    """What members read, last first; members may be added meanwhile, of what was given."""
+    return _around(program, members, -1, lambda v: v.reads)
+
+
+def reading(program: Program, members: Set[str]) -> Iterator[Value]:
+    """What reads members, in the order of execution; members may be added meanwhile, of what was given."""
+    return _around(program, members, 1, lambda v: program.users[v.name])
+
+
+def _around(
+    program: Program, members: Set[str], way: int, beside: Callable[[Value], tuple[str, ...]]
+) -> Iterator[Value]:
+    queue = [way * program.places[name] for m in members for name in beside(program.by_name[m])]
+    heapq.heapify(queue)
+    before = None
+    while queue:
+        n = heapq.heappop(queue)
+        if n != before:
+            v = program.values[way * n]
+            yield v
+            if v.name in members:
+                for name in beside(v):
+                    heapq.heappush(queue, way * program.places[name])
+        before = n
 
 
 def enclosed(program: Program, names: Set[str]) -> set[str]:

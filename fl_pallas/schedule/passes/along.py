@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..build import substitute
 from ..dtype import is_float
-from ..expr import Axis, Expr, free_axes, index, loads, reductions
+from ..expr import Axis, Expr, free_axes, index, loads, reductions, sources
 from ..program import Program, Value, depends
 from .fuse import Fused, Output, renamed
 from .region import Region
@@ -16,7 +16,7 @@ from .resolve_views import inlined
 
 
 def take_along(
-    program: Program, region: Region, taken: frozenset[str], first: Sequence[Fused]
+    program: Program, region: Region, taken: frozenset[str], first: Sequence[Fused], made: dict[str, Value]
 ) -> tuple[Region, tuple[Fused, ...]]:
     """Before: a kernel loads rows of a gate, of its result and of the gradient for sums of them, and PyTorch loads them
     again for the gate's own gradient. After: the kernel stores that too.
@@ -24,11 +24,11 @@ def take_along(
     Args:
       taken: the members of all regions.
       first: the kernels that run first, a program for each tile of rows; they read nothing that others store.
+      made: what has been written in terms of what no other value is, for any region of the program.
 
     Returns: the region, with what it makes now as well; the kernels.
     """
     kernels: list[Fused] = []
-    made: dict[str, Value] = {}
     pointwise = {v.name: v for v in program.values if v.expr is not None and not reductions(v.expr)}
     for kernel in first:
         others = ((name, v) for name, v in pointwise.items() if name not in taken)
@@ -60,7 +60,10 @@ def _of_what_is_loaded(v: Value, kernel: Fused, pointwise: dict[str, Value], mad
     groups = _grouped(v.shape, own)
     if groups is None:
         return None
-    out = renamed(replace(v, expr=inlined(v.expr, pointwise, made)), groups)
+    e = inlined(v.expr, pointwise, made)
+    if not sources(e) <= {n.source for o in kernel.outputs for n in loads(o.expr)}:
+        return None
+    out = renamed(replace(v, expr=e), groups)
     known = {_place(n, rows) for o in kernel.outputs for n in loads(o.expr)}
     read = {_place(n, rows) for n in loads(out.expr)}
     return out if read and read <= known else None

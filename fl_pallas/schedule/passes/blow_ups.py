@@ -260,10 +260,13 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
     def is_alike(s: Seed) -> bool:
         return is_normalised(program, s) and (is_exponent(program, s.value) or not exponent or layer)
 
-    # What reduces a softmax, and is none (a gradient of values that few queries ask for), is its end.
-    others = {s.value.name for s in seeds if s is not seed and (not own or is_alike(s))}
+    every = {s.value.name: s for s in seeds if s is not seed}
+
+    def is_other(name: str) -> bool:
+        # What reduces a softmax, and is none (a gradient of values that few queries ask for), is its end.
+        return name in every and (not own or is_alike(every[name]))
+
     # But not what multiplies it by another: feature maps of queries and of keys.
-    every = {s.value.name for s in seeds if s is not seed}
     maps = [n for n in every if has_weight(program, seed.value) and has_weight(program, program.by_name[n])]
     larger = _weighing(program, seed, seeds)
     least, _ = _lengths(seed)
@@ -276,13 +279,13 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
             u = program.by_name[user]
             if u.expr is not None and reductions(u.expr):
                 large = features or u.numel >= part.numel
-                if user in others and large or any(_feeds(program, name, user) for name in larger):
+                if large and is_other(user) or any(_feeds(program, name, user) for name in larger):
                     return True
                 if user in every and large and any(_feeds(program, name, user) for name in maps):
                     return True
                 if features and u.numel == part.numel:
                     stack.append(user)
-            elif user in others and u.numel > part.numel * least:
+            elif u.numel > part.numel * least and is_other(user):
                 return True
             elif u.expr is not None:
                 stack.append(user)
@@ -316,15 +319,13 @@ def ends(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
 
     What follows (a norm, a sum over the heads that share a key) is of linear size, and no part of it.
     """
-    others = [s for s in seeds if s is not seed]
+    others = [s for s in seeds if s is not seed and _feeds(program, s.value.name, seed.value.name)]
     if is_larger(program, seed):
         if is_normalised(program, seed):
             return False
-        others = [s for s in others if not is_larger(program, s) and is_normalised(program, s)]
-    else:
-        summing = not _is_normalised_power(program, seed)
-        others = [s for s in others if is_larger(program, s) or summing and _is_normalised_power(program, s)]
-    return any(_feeds(program, s.value.name, seed.value.name) for s in others)
+        return any(not is_larger(program, s) and is_normalised(program, s) for s in others)
+    summing = not _is_normalised_power(program, seed)
+    return any(is_larger(program, s) or summing and _is_normalised_power(program, s) for s in others)
 
 
 def _is_table(program: Program, v: Value) -> bool:
@@ -436,7 +437,9 @@ def _feeds(program: Program, source: str, target: str) -> bool:
             u = program.by_name[user]
             if user == target:
                 return True
-            if user not in seen and u.expr is not None and u.numel >= least:
+            if user in seen or not depends(program, {target}, {user}):
+                continue
+            if u.expr is not None and u.numel >= least:
                 seen.add(user)
                 stack.append(user)
     return False

@@ -7,7 +7,7 @@ from collections.abc import Set
 
 from ..dtype import is_float, itemsize
 from ..expr import free_axes, loads, reductions
-from ..program import Program, Value, depends
+from ..program import Program, Value, depends, reading
 from .resolve_views import is_small_part, readers, root_of
 from .surround import uses_division
 from .weigh import LAUNCH, MOVED
@@ -20,12 +20,12 @@ WORTH = LAUNCHED // 4
 def with_epilogue(program: Program, members: set[str], others: set[str]) -> set[str]:
     """Add pointwise values that only finish what the region returns, or a small part that is all that is read of it."""
     members = set(members)
-    for v in program.values:
-        if v.name in members | others or v.expr is None or v.is_view or v.projection or not is_float(v.dtype):
+    for v in reading(program, members):
+        if v.name in members or v.name in others or v.expr is None or v.is_view or v.projection:
+            continue
+        if not is_float(v.dtype) or reductions(v.expr):
             continue
         inner = [r for r in v.reads if r in members]
-        if not inner or reductions(v.expr):
-            continue
         largest = max((program.by_name[r] for r in inner), key=lambda r: r.numel)
         finishes = v.numel == largest.numel and _is_of_all(v, largest) or _is_part(program, v, largest)
         if finishes and not depends(program, set(v.reads) - members, members):

@@ -157,7 +157,8 @@ def _written_out(groups: tuple[Fused, ...], program: Program) -> dict[str, Value
     there |= {v.name for v in program.values if v.expr is None}
     found: dict[str, Value] = {}
     for v in program.values:
-        if v.expr is not None and not reductions(v.expr) and there.union(found).issuperset(v.reads):
+        if v.expr is not None and not reductions(v.expr) and there.issuperset(v.reads):
+            there.add(v.name)
             found[v.name] = v
     return found
 
@@ -173,6 +174,7 @@ class _Known:
     place: tuple[Expr, ...]
 
 
+@remembered
 def _known(fact: Value) -> tuple[_Known, ...]:
     """What a fact says: in its own axes, and in those that any of them flatten. (A mask of blocks takes quotients of
     rows too, which flatten nothing.) Nothing where it rounds more than its gradient may."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Load, Op, divides, free_axes, loads, reductions, walk
 from ..inner import over_distances
-from ..program import Program, Value, depends
+from ..program import Program, Value, depends, read_by
 from ..remember import remembered
 from ..target import HOPPER
 from .blow_ups import FEW, is_picked_often
@@ -50,10 +50,10 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
     whole = max((program.by_name[m].numel for m in own), default=0)
     loops: dict[str, frozenset[Axis]] = {}
     computed: dict[str, int] = {}
-    for v in reversed(program.values):
-        readers = [program.by_name[u] for u in program.users[v.name] if u in members]
-        if v.name in members | others or v.expr is None or v.is_view or not readers:
+    for v in read_by(program, members):
+        if v.name in members or v.name in others or v.expr is None or v.is_view:
             continue
+        readers = [program.by_name[u] for u in program.users[v.name] if u in members]
         rows, cols, two_sided = _read_along(v, readers, sides)
         loops[v.name] = cols if _is_costly_side(program, v) else cols | rows & _summed(v, readers, loops)
         sides[v.name] = ((rows, cols),)
