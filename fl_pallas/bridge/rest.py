@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.node import map_arg
 
 from ..errors import Unsupported
 from .put import by_sums
@@ -42,10 +43,16 @@ _NORMS = {
 
 
 class _Stage:
-    """Operations as one function, which its first call makes: by then it is known how the tensors lie."""
+    """Operations as one function, which its first call makes: by then it is known how the tensors lie.
 
-    def __init__(self, gm: GraphModule, name: str):
-        self.gm = gm
+    Args:
+      gm: the operations.
+      name: of the function.
+      shared: functions of other stages, by what they compute of what: those of a model's layers are alike.
+    """
+
+    def __init__(self, gm: GraphModule, name: str, shared: dict[Any, Function]):
+        self.gm, self.shared = gm, shared
         self.made: Function | None = None
         self.__name__ = name  # FX names the callee by it
 
@@ -59,10 +66,21 @@ class _Stage:
     def _compiled(self, tensors: Sequence[torch.Tensor]) -> Function:
         try:
             with compile_lock:
-                return _by_inductor(self.gm, tensors)
+                key = (_written(self.gm.graph), *((t.shape, t.stride(), t.dtype, t.device) for t in tensors))
+                if key not in self.shared:
+                    self.shared[key] = _by_inductor(self.gm, tensors)
+                return self.shared[key]
         except Exception as error:  # Inductor may fail in any way; eager PyTorch then runs the operations
             log.info("%s is left to eager PyTorch: %s", self.__name__, error)
             return lambda given: self.gm.forward(*given)
+
+
+def _written(graph: Graph) -> tuple[Any, ...]:
+    """What the operations of a graph are, by whatever names."""
+    place = {n: f"%{k}" for k, n in enumerate(graph.nodes)}
+    targets = (None if n.op in ("placeholder", "output") else n.target for n in graph.nodes)
+    given = (repr(map_arg((n.args, n.kwargs), place.__getitem__)) for n in graph.nodes)
+    return tuple(zip(targets, given, strict=True))
 
 
 def _by_inductor(gm: GraphModule, examples: Sequence[torch.Tensor]) -> Function:
@@ -90,8 +108,9 @@ def compile_rest(gm: GraphModule) -> GraphModule:
     """
     graph = gm.graph
     stages = [nodes for nodes in _stages(graph) if sum(map(_work, nodes)) >= LEAST]
+    shared: dict[Any, Function] = {}
     for k, nodes in enumerate(stages):
-        _replace(gm, nodes, f"rest_{k}")
+        _replace(gm, nodes, f"rest_{k}", shared)
     sort(graph)
     graph.eliminate_dead_code()
     gm.recompile()
@@ -203,7 +222,7 @@ def _work(n: Node) -> int:
     return LEAST if target.overloadpacket in _NORMS else 1
 
 
-def _replace(gm: GraphModule, nodes: Sequence[Node], name: str) -> None:
+def _replace(gm: GraphModule, nodes: Sequence[Node], name: str, shared: dict[Any, Function]) -> None:
     """Replace nodes of a graph by one call."""
     own = {*nodes}
     given = [*dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in own)]
@@ -215,7 +234,7 @@ def _replace(gm: GraphModule, nodes: Sequence[Node], name: str) -> None:
     inner.output(tuple(copies[n] for n in wanted))
     graph = gm.graph
     with graph.inserting_before(next(n for n in graph.nodes if n.op == "output")):
-        call = graph.call_function(_Stage(GraphModule(gm, inner), name), tuple(given))
+        call = graph.call_function(_Stage(GraphModule(gm, inner), name, shared), tuple(given))
         for k, n in enumerate(wanted):
             n.replace_all_uses_with(graph.call_function(item, (call, k)), delete_user_cb=lambda u: u not in own)
     for n in reversed(nodes):

@@ -67,6 +67,20 @@ def test_two_layers_have_three_stages(stages: list[list[str]]) -> None:
     assert len(stages) == 3
 
 
+def test_stages_that_are_alike_are_compiled_once(stages: list[list[str]]) -> None:
+    """Not one that computes with another number."""
+
+    def layers(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        for eps in (1e-5, 1e-5, 1e-5, 1e-2, 1e-2):
+            q = torch.softmax(q @ k.mT / 4, -1) @ v
+            q = F.layer_norm(q, (16,), eps=eps)
+        return torch.softmax(q @ k.mT / 4, -1) @ v
+
+    given = inputs(torch.float32, 40)
+    run_and_check(layers, fl.compile(layers, rest="inductor", fallback="error"), given)
+    assert len(stages) == 2
+
+
 def test_random_numbers_are_pytorchs(stages: list[list[str]]) -> None:
     def noisy(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.softmax(rotated(F.dropout(q, 0.5), cos, sin) @ k.mT, -1) @ v
