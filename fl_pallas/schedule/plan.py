@@ -347,14 +347,16 @@ def step_expressions(step: Step) -> list[Expr]:
 
 
 def fingerprint(plan: KernelPlan) -> str:
-    """A digest of everything in a plan but its notes: the same in every process for the same plan."""
+    """A digest of what a plan computes and how, the same in every process: of names it tells which are the same, and of
+    notes nothing. The kernels of a model's layers are one."""
+    places = {name: f"%{k}" for k, name in enumerate((*operand_names(plan), *(s.name for s in plan.stores)))}
     known: dict[int, str] = {}
 
     def digest(x: object) -> str:
         if isinstance(x, tuple):
             return f"({','.join(map(digest, x))})"
         if not is_dataclass(x):
-            return repr(x)
+            return places.get(x, repr(x)) if isinstance(x, str) else repr(x)
         found = known.get(id(x))
         if found is None:
             # Nodes are shared: each is written once, and stands for itself by its digest.
@@ -362,4 +364,4 @@ def fingerprint(plan: KernelPlan) -> str:
             found = known[id(x)] = hashlib.sha256(f"{type(x).__name__}({text})".encode()).hexdigest()
         return found
 
-    return digest(replace(plan, notes=()))
+    return digest(replace(plan, name="", notes=()))

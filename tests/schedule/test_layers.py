@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fl_pallas as fl
+from fl_pallas.schedule.plan import fingerprint
 from tests.oracle import check_gradients
 from tests.unrun import explain
 
@@ -130,3 +131,51 @@ def test_shifted_scores_are_made_once_for_queries(fn: Callable, given: list[Tens
 def test_gradients_of_shifts(fn: Callable, device: torch.device) -> None:
     given = memory(12, 28, 8, device) if fn is with_memory else tokens(14, 8, device)
     check_gradients(fn, fl.compile(fn), given)
+
+
+class Deep(nn.Module):
+    """x [b,n,c] through layers of causal attention, rotated, with fewer keys."""
+
+    def __init__(self, count: int, c: int = 32):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(c) for _ in range(count))
+        self.q, self.out = (nn.ModuleList(nn.Linear(c, c) for _ in range(count)) for _ in range(2))
+        self.kv = nn.ModuleList(nn.Linear(c, c) for _ in range(count))
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        i = torch.arange(x.shape[1], device=x.device)
+        for norm, to_q, to_kv, out in zip(self.norms, self.q, self.kv, self.out, strict=True):
+            y = norm(x)
+            q, (k, v) = to_q(y).unflatten(-1, (4, 8)).transpose(1, 2), to_kv(y).unflatten(-1, (2, 2, 8)).unbind(2)
+            k, v = (t.transpose(1, 2).repeat_interleave(2, 1) for t in (k, v))
+            q, k = (torch.cat([t[..., 4:] * angles, t[..., :4]], -1) for t in (q, k))
+            weights = (q @ k.mT).masked_fill(i > i[:, None], -math.inf).softmax(-1)
+            x = x + out((weights @ v).transpose(1, 2).flatten(2))
+        return x
+
+
+def _digests(fn: Callable, *given: Tensor) -> list[str]:
+    return [fingerprint(k) for g in explain(fn, *given).graphs for k in g.kernels]
+
+
+def test_layers_have_the_same_kernels() -> None:
+    """They are compiled, timed and kept on disk once."""
+    x, angles = torch.randn(1, 160, 32, requires_grad=True), torch.randn(160, 4)
+    one, four = (_digests(Deep(n), x, angles) for n in (1, 4))
+    assert len(four) == 4 * len(one)
+    # The first layer's input is none of a layer's results, and the last one's result is returned.
+    assert len({*four}) <= len({*one}) + 1
+
+
+def test_names_are_no_part_of_a_kernel() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT / 4).softmax(-1) @ v
+
+    def renamed(values: Tensor, x0: Tensor, others: Tensor) -> Tensor:
+        return (x0 @ others.mT / 4).softmax(-1) @ values
+
+    def otherwise(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT / 4).softmax(-1) @ k
+
+    q, k, v = (torch.randn(2, 96, 16) for _ in range(3))
+    assert _digests(attention, q, k, v) == _digests(renamed, v, q, k) != _digests(otherwise, q, k, v)
