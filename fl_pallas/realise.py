@@ -42,6 +42,7 @@ def functional(gm: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.GraphM
         by_shape(aten)
         narrow(aten)
         give_back(aten, inner)
+    aten.recompile()
     return aten
 
 

@@ -23,7 +23,6 @@ def read_copies(gm: GraphModule, chains: Sequence[Sequence[str]]) -> None:
         _read_copy(gm, [nodes[name] for name in chain])
     if chains:
         gm.graph.eliminate_dead_code()
-        gm.recompile()
 
 
 def _read_copy(gm: GraphModule, chain: Sequence[Node]) -> None:

@@ -40,7 +40,6 @@ def distribute(gm: GraphModule) -> None:
         terms = _terms(node)
         if terms is not None and (found := _summed(node)) and _wait(*terms):
             _apart(gm, node, terms, found)
-    gm.recompile()
 
 
 def _terms(node: Node) -> tuple[Node, Node] | None:

@@ -30,7 +30,6 @@ def give_back(gm: GraphModule, inner: Inner) -> None:
     for seed in seeds:
         if not any(n.name in kept for n in seed.users):
             _replace(gm.graph, seed)
-    gm.recompile()
 
 
 def _seed(n: Node) -> Node:

@@ -171,6 +171,7 @@ def differentiable(
         def read(unread: Collection[str] = ()) -> Program:
             return with_parameters(left_to_pytorch(translate(joint, unread), left, KEPT), parameters)
 
+        # All that follows goes by the graph: its code is not made anew.
         with unset_fake_temporarily():
             merge_masks(joint)
             _set_to_zero(joint, _zero(joint))
@@ -378,7 +379,6 @@ def _set_to_zero(joint: GraphModule, names: frozenset[str]) -> None:
         zeros.meta.update(node.meta)
         node.replace_all_uses_with(zeros)
     joint.graph.eliminate_dead_code()
-    joint.recompile()
 
 
 def _widen(joint: GraphModule, names: frozenset[str]) -> dict[str, str]:

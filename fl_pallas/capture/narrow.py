@@ -50,7 +50,6 @@ def narrow(gm: GraphModule) -> None:
                 _multiply(gm, node, before)
     _expand(gm, before)
     gm.graph.eliminate_dead_code()
-    gm.recompile()
 
 
 def _expand(gm: GraphModule, before: dict[Node, Node]) -> None:

@@ -79,7 +79,6 @@ def by_position(joint: GraphModule, compared: Compared, limit: int) -> frozenset
             else:
                 user.replace_input_with(test, there)
     joint.graph.eliminate_dead_code()
-    joint.recompile()
     return frozenset(kept)
 
 

@@ -29,7 +29,6 @@ def merge_masks(gm: GraphModule) -> None:
         if other is not n:
             n.replace_all_uses_with(other)
     gm.graph.eliminate_dead_code()
-    gm.recompile()
 
 
 class _Named(str):

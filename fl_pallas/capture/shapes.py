@@ -48,4 +48,3 @@ def by_shape(gm: GraphModule) -> None:
         node.replace_all_uses_with(new)
         gm.graph.erase_node(node)
     gm.graph.eliminate_dead_code()
-    gm.recompile()
