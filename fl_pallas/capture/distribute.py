@@ -126,7 +126,7 @@ def _is_of_scores(node: Node) -> bool:
 
     What layers hand on (the gradient of embeddings) is made of products with weights.
     """
-    return is_made_of(node, MOVES | _ELEMENTWISE, lambda n: n.target is aten.bmm.default)
+    return is_made_of(node, MOVES | _ELEMENTWISE | {aten.copy.default}, lambda n: n.target is aten.bmm.default)
 
 
 def is_made_of(node: Node, through: Set[Any], wanted: Callable[[Node], bool]) -> bool:

@@ -94,12 +94,14 @@ class Known:
       saved: names of the results that only the backward pass reads.
       left: names of values that no kernel is to compute.
       parameters: names of inputs that are parameters, which the fakes of a pass do not tell.
+      tokens: names of inputs that the forward pass has made of more than weights.
     """
 
     facts: tuple[Value, ...] = ()
     saved: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()
     parameters: frozenset[str] = frozenset()
+    tokens: frozenset[str] = frozenset()
 
 
 NOTHING = Known()
@@ -160,12 +162,12 @@ def differentiable(
     """
     facts: list[Value] = []
     returned = 0
-    parameters = frozenset[str]()
+    parameters = tokens = frozenset[str]()
     # Not the inputs themselves: AOTAutograd's cycles would hold them, and what autograd knows of them, for long.
     known = are_parameters(inputs)
 
     def parted(joint: GraphModule, _: Any, *, num_fwd_outputs: int, **__: Any) -> tuple[GraphModule, GraphModule]:
-        nonlocal returned, left, parameters
+        nonlocal returned, left, parameters, tokens
         returned, parameters = num_fwd_outputs, parameters_of(joint, known)
 
         def read(unread: Collection[str] = ()) -> Program:
@@ -206,6 +208,7 @@ def differentiable(
         wide = _widen(joint, kept.exact)
         facts.extend(_widened(f, wide) for f in kept.facts)
         _need(joint, num_fwd_outputs, {f.name for f in facts})
+        tokens = kept.tokens
         names = {wide.get(name, name) for name in kept.names}
         # A node may want an input of which its values make no use.
         wanted = (n for n in joint.graph.nodes if n.name in names or n.op == "placeholder")
@@ -223,7 +226,8 @@ def differentiable(
 
     def backward_pass(gm: GraphModule, args: Sequence[Any]) -> Boxed:
         gm = _without_needs(gm)
-        passes.backward = _pass(gm, lambda: backward(gm, args, Known(tuple(facts), left=left, parameters=parameters)))
+        told = Known(tuple(facts), left=left, parameters=parameters, tokens=tokens)
+        passes.backward = _pass(gm, lambda: backward(gm, args, told))
         return passes.backward.call
 
     compiler = aot_autograd(

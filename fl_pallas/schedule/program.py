@@ -74,12 +74,14 @@ class Program:
     Attributes:
       facts: inputs of which is known what they are: each with its elements in terms of other inputs.
       saved: outputs that are kept for a backward pass, and that the caller does not see.
+      tokens: matrices among the inputs that a forward pass has made, and not of weights alone.
     """
 
     values: tuple[Value, ...]
     outputs: tuple[str, ...] = field(default=())
     facts: tuple[Value, ...] = field(default=())
     saved: frozenset[str] = frozenset()
+    tokens: frozenset[str] = frozenset()
 
     @cached_property
     def by_name(self) -> dict[str, Value]:

@@ -179,3 +179,26 @@ def test_names_are_no_part_of_a_kernel() -> None:
 
     q, k, v = (torch.randn(2, 96, 16) for _ in range(3))
     assert _digests(attention, q, k, v) == _digests(renamed, v, q, k) != _digests(otherwise, q, k, v)
+
+
+BENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "squared": lambda s: F.relu(s).square(),
+    "silu": F.silu,
+    "softplus": F.softplus,
+}
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_tokens_that_a_layer_makes_are_no_weights(name: str, device: torch.device) -> None:
+    """Kept as a matrix for the backward pass, whose scores they multiply again."""
+
+    def bent(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        return BENT[name](x @ w @ y.mT / 4) @ y
+
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(s, generator=generator).bfloat16() for s in ((2, 96, 16), (16, 16), (2, 80, 16))]
+    x, w, y = (t.to(device).requires_grad_() for t in given)
+    told = explain(bent, x, w, y)
+    assert [bool(g.kernels) for g in told.graphs] == [True, True]
+    assert all(math.prod(s.shape) < 96 * 80 * 2 for g in told.graphs for k in g.kernels for s in k.stores)
+    check_gradients(bent, fl.compile(bent, fallback="error"), (x.detach(), w.detach(), y.detach()))

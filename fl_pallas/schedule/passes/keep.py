@@ -21,6 +21,7 @@ from .resolve_views import inline_load, inlined, resolve_views, root_of
 from .rounded import grow_rounded
 from .scans import grow_scanned, opened_scans, scans
 from .surround import is_rounded
+from .weights import tokens_of
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,14 @@ class Kept:
         them would not be what it was. Sums of values, which are as large as the result, are kept as PyTorch keeps them.
       facts: values of `names` that are known to be certain sums, in terms of others.
       copies: for values of `names`, the views that lead to what is read in their stead.
+      tokens: matrices of `names` that are computed, and not of weights alone.
     """
 
     names: frozenset[str]
     exact: frozenset[str]
     facts: tuple[Value, ...]
     copies: tuple[tuple[Value, ...], ...] = ()
+    tokens: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def keep(
     casts = {n: cast for n in saved - known - statistics if (cast := _rounded_alone(joint, n, {*forward}))}
     names = frozenset(copies.get(n) or (casts[n].name if n in casts else n) for n in saved | known)
     facts = tuple(_with_casts(seen_through(chains[f.name], f) if f.name in chains else f, casts) for f in facts)
-    return Kept(names, exact, facts, tuple(chains.values()))
+    return Kept(names, exact, facts, tuple(chains.values()), tokens_of(joint, names))
 
 
 def _kept(viewed: Program) -> tuple[frozenset[str], frozenset[str], frozenset[str], frozenset[str]]:
@@ -315,7 +318,7 @@ def _with_casts(fact: Value, casts: Mapping[str, Value]) -> Value:
 def _alone(program: Program, backward: tuple[str, ...], saved: set[str], facts: tuple[Value, ...] = ()) -> Program:
     """The backward pass, what is saved given to it."""
     values = tuple(replace(v, expr=None, op="input", reads=()) if v.name in saved else v for v in program.values)
-    return resolve_views(Program(values, backward, facts))
+    return resolve_views(Program(values, backward, facts, tokens=tokens_of(program, saved)))
 
 
 def _used(program: Program, backward: tuple[str, ...], saved: set[str], facts: tuple[Value, ...]) -> set[str]:

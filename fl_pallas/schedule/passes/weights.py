@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from ..dtype import is_float
 from ..expr import Expr, Load, divides, loads, reductions
 from ..program import Program, Value
@@ -69,12 +71,18 @@ def is_weight(program: Program, v: Value, rank: int) -> bool:
     """Whether an operand, one of a value whose operands have at most `rank` axes, is a weight or made of weights."""
     if v.expr is None:
         # A fact is what the forward pass has computed: tokens, not weights, whatever axes a product gave them.
-        made = any(f.name == v.name for f in program.facts)
+        made = v.name in program.tokens or any(f.name == v.name for f in program.facts)
         return v.op == "parameter" or (v.op == "input" and len(v.axes) == 2 < rank and not made)
     if len(v.axes) != 2 or reductions(v.expr) or not v.reads:
         return False
     reads = [program.by_name[r] for r in v.reads]
     return any(is_weight(program, r, rank) for r in reads) and all(_of_weights(program, r, rank) for r in reads)
+
+
+def tokens_of(program: Program, names: Set[str]) -> frozenset[str]:
+    """Those of the matrices that a program computes that are no weights, nor made of these alone."""
+    made = (v for v in map(program.by_name.__getitem__, names) if v.expr is not None and len(v.axes) == 2)
+    return frozenset(v.name for v in made if not is_weight(program, v, len(v.axes) + 1))
 
 
 def _of_weights(program: Program, v: Value, rank: int) -> bool:
