@@ -199,7 +199,8 @@ class _Specialised:
         if aten is None:
             return self._between_writes(args)
         together = Together()
-        run, _ = self._compiled(aten, args, self.gm, together)
+        run, _, told = self._compiled(aten, args, self.gm, together)
+        self._tell(told)
         together.begin()
         return run
 
@@ -221,32 +222,29 @@ class _Specialised:
 
     def _differentiable(self, args: Sequence[Any]) -> Callable[..., Any]:
         """Both passes; PyTorch's own where it would compute for the backward pass what only kernels know."""
-        known = 0 if self.explanation is None else len(self.explanation.graphs)
         gm, left, attempts = self.gm, frozenset[str](), 0
         while True:
             attempts += 1
             made: dict[str, Schedule] = {}
+            # Of attempts only the last is told of.
+            told: list[Graph] = []
             together = Together()
-            forward, backward = (self._pass(name, made, together) for name in ("forward", "backward"))
+            forward, backward = (self._pass(name, made, told, together) for name in ("forward", "backward"))
             try:
                 run = differentiated(*differentiable(gm, args, vanishing, keep, inner, forward, backward, left))
             except Unsupported as refusal:
                 retry = gm is self.gm and not isinstance(refusal, NoGradient)
                 if retry and (plain := out_of_place(gm)) is not None:
                     gm = plain
-                    if self.explanation is not None:
-                        del self.explanation.graphs[known:]
                     continue
-                self._tell(Graph(None, (replace(refused(refusal), bytes=self._unfused(args)),), ()))
+                self._tell(*told, Graph(None, (replace(refused(refusal), bytes=self._unfused(args)),), ()))
                 return self._whole(args)
-            if "forward" not in made:
-                return run
-            if "backward" not in made:
-                return self._whole(args) if made["forward"].regions else run
-            if not made["forward"].regions and not made["backward"].regions:
-                return self._whole(args)  # Inductor does better by a graph that nobody has taken apart
-            again = computed_again(made["forward"], made["backward"])
+            fused = {name: bool(schedule.regions) for name, schedule in made.items()}
+            again = computed_again(made["forward"], made["backward"]) if len(made) == 2 and any(fused.values()) else []
             if not again:
+                self._tell(*told)
+                if fused in ({"forward": True}, {"forward": False, "backward": False}):
+                    return self._whole(args)  # Inductor does better by a graph that nobody has taken apart
                 together.begin()
                 return run
             program = made["forward"].program
@@ -255,12 +253,10 @@ class _Specialised:
             large = {v.name for v in again if v.numel > limit}
             short = [r for r in made["forward"].regions if not large.isdisjoint(r.members)]
             if attempts == MAX_ATTEMPTS or short and len(short) == len(made["forward"].regions):
-                return self._given_back(args, made["forward"], again[0], known)
+                return self._given_back(args, made["forward"], again[0], told)
             # No larger than what is there in any case, or of a region that is PyTorch's by itself: it is computed
             # once, and kept.
             left |= {v.name for v in again}.union(*(r.large for r in short))
-            if self.explanation is not None:
-                del self.explanation.graphs[known:]
 
     def _unfused(self, args: Sequence[Any]) -> int:
         """Bytes of the largest value that kernels would have kept to themselves, of the forward pass; 0 if none."""
@@ -269,17 +265,15 @@ class _Specialised:
             return 0
         return max(map(nbytes, large(scheduled(aten, args, self.settings, []))), default=0)
 
-    def _given_back(self, args: Sequence[Any], forward: Schedule, again: Value, known: int) -> Callable[..., Any]:
+    def _given_back(
+        self, args: Sequence[Any], forward: Schedule, again: Value, told: Sequence[Graph]
+    ) -> Callable[..., Any]:
         """PyTorch's own of both passes: it would compute `again` for the backward pass.
 
         Args:
           args: of the graph.
-          known: how many graphs were explained before these.
+          told: what there was to tell of both passes.
         """
-        told: list[Graph] = []
-        if self.explanation is not None:
-            told = self.explanation.graphs[known:]
-            del self.explanation.graphs[known:]
         # So is the largest of what kernels would have kept to themselves.
         around = [v for v in forward.program.values if v.op == "input" or v.name in forward.program.outputs]
         size, given = (max(map(nbytes, some)) for some in ((again, *large(forward)), around))
@@ -290,9 +284,9 @@ class _Specialised:
         self._tell(Graph(None, found, tuple(stage for graph in told for stage in graph.history)))
         return self._whole(args)
 
-    def _pass(self, name: str, schedules: dict[str, Schedule], together: Together) -> Compiler:
-        """The compiler of the forward or the backward pass of the graph, which adds its schedule to `schedules`; the
-        kernels of both are compiled `together`."""
+    def _pass(self, name: str, schedules: dict[str, Schedule], told: list[Graph], together: Together) -> Compiler:
+        """The compiler of the forward or the backward pass of the graph, which adds its schedule to `schedules`, and
+        what there is to tell to `told`; the kernels of both are compiled `together`."""
 
         def compiler(aten: torch.fx.GraphModule, args: Sequence[Any], known: Known) -> Callable[..., Any]:
             plain = torch.fx.GraphModule(aten, copied(aten.graph))
@@ -300,10 +294,11 @@ class _Specialised:
             plain.recompile()
             try:
                 with compile_lock, failing(f"the {name} pass", self.settings.verify):
-                    run, schedules[name] = self._compiled(aten, args, plain, together, name, known)
+                    run, schedules[name], graph = self._compiled(aten, args, plain, together, name, known)
             except Unsupported as refusal:
-                self._tell(Graph(None, (refused(refusal),), (), name=name))
+                told.append(Graph(None, (refused(refusal),), (), name=name))
                 return plain.forward
+            told.append(graph)
             return self._or(run, plain.forward)
 
         return compiler
@@ -330,7 +325,7 @@ class _Specialised:
         together: Together,
         name: str = "",
         known: Known = NOTHING,
-    ) -> tuple[Callable[..., Any], Schedule]:
+    ) -> tuple[Callable[..., Any], Schedule, Graph]:
         history: list[Stage] = []
         found: list[Fallback] = []
         made = scheduled(aten, args, self.settings, history, known)
@@ -339,15 +334,15 @@ class _Specialised:
         if self.end is not None and not found and name != "backward" and (v := handed_on(made.program)) is not None:
             why = f"TorchDynamo ends the graph before what reads it ({self.end})"
             found.append(Fallback(v.op, why, v.where, nbytes(v), fused=bool(made.regions)))
-        self._tell(Graph(made, tuple(dict.fromkeys(found)), tuple(history), tuple(sorted(left.items())), name))
-        return run or otherwise.forward, made
+        graph = Graph(made, tuple(dict.fromkeys(found)), tuple(history), tuple(sorted(left.items())), name)
+        return run or otherwise.forward, made, graph
 
-    def _tell(self, graph: Graph) -> None:
+    def _tell(self, *graphs: Graph) -> None:
         """Into the explanation, if one was asked for; else as warnings."""
         if self.explanation is not None:
-            self.explanation.graphs.append(graph)
+            self.explanation.graphs += graphs
         else:
-            for f in graph.fallbacks:
+            for f in (f for graph in graphs for f in graph.fallbacks):
                 report(f, self.settings)
 
 

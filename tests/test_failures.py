@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -14,6 +15,7 @@ from fl_pallas import realise
 from fl_pallas.kernels.evaluate import Evaluator
 
 from .oracle import check_gradients, run_and_check
+from .unrun import explain, unrun
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -84,3 +86,20 @@ def test_sizes_that_data_decides(fn: Callable[..., Tensor], device: torch.device
         with pytest.warns(fl.FallbackWarning):
             out = fl.compile(fn)(q, seen)
     torch.testing.assert_close(out, fn(q, seen))
+
+
+def test_an_attempt_that_is_given_up_is_not_told_of() -> None:
+    """Where both passes are planned again, since PyTorch would compute for the backward pass what kernels know."""
+
+    def linear(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        i = torch.arange(q.shape[-2])
+        scores = ((q @ w).softmax(-1) @ (k @ w).softmax(-1).mT).masked_fill(i > i[:, None], 0)
+        return (scores @ v) / (scores.sum(-1, keepdim=True) + 1e-6)
+
+    q, k, v = (torch.randn(1, 8, 2048, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    w = torch.randn(8, 64, 64, dtype=torch.bfloat16, requires_grad=True)
+    told = explain(linear, q, k, v, w)
+    assert told.kernel_count == 4 and not told.fallbacks
+    with unrun(), warnings.catch_warnings():
+        warnings.simplefilter("error", fl.FallbackWarning)
+        fl.compile(linear, fallback="error")(q, k, v, w)
