@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import fl_pallas as fl
 from fl_pallas.schedule.expr import reductions
@@ -89,3 +93,21 @@ def test_sums_that_lie_in_other_tiles_are_stored() -> None:
     bias, grads = sorted(stored, key=lambda s: len(reductions(s.expr)))
     assert bias.shape == grads.shape == (8, 8, 256, 256)
     assert not reductions(bias.expr) and all(r.axis.extent == 32 for r in reductions(grads.expr))
+
+
+@pytest.mark.parametrize("mask", [torch.bool, torch.int64, torch.bfloat16])
+def test_a_mask_is_no_reason_to_compute_again(mask: torch.dtype) -> None:
+    """GATv2 with a given adjacency: what is stored is no larger than that, and than nothing else."""
+
+    def additive(a: Tensor, b: Tensor, v: Tensor, w: Tensor, adjacency: Tensor) -> Tensor:
+        scores = F.leaky_relu(a[:, :, None] + b[:, None], 0.2) @ w
+        hidden = adjacency == 0
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+    a, b, v = (torch.randn(1, 2048, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    w = torch.randn(64, dtype=torch.bfloat16, requires_grad=True)
+    told = explain(additive, a, b, v, w, torch.randint(0, 2, (1, 2048, 2048)).to(mask))
+    forward, backward = told.graphs
+    assert forward.kernels and backward.kernels
+    stored = [s for k in backward.kernels for s in k.stores if math.prod(s.shape) >= 2048 * 2048]
+    assert len(stored) == 1

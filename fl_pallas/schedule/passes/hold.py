@@ -133,9 +133,11 @@ def _unscaled(e: Expr) -> Expr:
 
 
 def _is_large(e: Expr, made: set[str]) -> bool:
-    """Whether `e` is larger than what it reads, but for what is held already."""
+    """Whether `e` is larger than what it is made of: not what is held already, nor has as many elements in any case (a
+    mask, a bias)."""
     size = math.prod(a.extent for a in free_axes(e))
-    largest = max((math.prod(a.extent for a in free_axes(n)) for n in loads(e) if n.source not in made), default=0)
+    of = (n for n in loads(e) if n.source not in made and free_axes(n) != free_axes(e))
+    largest = max((math.prod(a.extent for a in free_axes(n)) for n in of), default=0)
     return is_float(e.dtype) and bool(reductions(e)) and size > largest
 
 
