@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor
 
 import fl_pallas as fl
-from fl_pallas import realise
+from fl_pallas import backend, realise
+from fl_pallas.explain import Fallback
 from fl_pallas.kernels.evaluate import Evaluator
+from fl_pallas.schedule.pipeline import Schedule
+from fl_pallas.schedule.program import Value
 
 from .oracle import check_gradients, run_and_check
-from .unrun import explain, unrun
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -88,18 +90,24 @@ def test_sizes_that_data_decides(fn: Callable[..., Tensor], device: torch.device
     torch.testing.assert_close(out, fn(q, seen))
 
 
-def test_an_attempt_that_is_given_up_is_not_told_of() -> None:
+def test_an_attempt_that_is_given_up_is_not_told_of(inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where both passes are planned again, since PyTorch would compute for the backward pass what kernels know."""
+    attempts: list[Schedule] = []
+    realise_pass = backend.realised
 
-    def linear(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
-        i = torch.arange(q.shape[-2])
-        scores = ((q @ w).softmax(-1) @ (k @ w).softmax(-1).mT).masked_fill(i > i[:, None], 0)
-        return (scores @ v) / (scores.sum(-1, keepdim=True) + 1e-6)
+    def again(forward: Schedule, _: Schedule) -> list[Value]:
+        attempts.append(forward)
+        return [forward.program.values[0]] if len(attempts) == 1 else []
 
-    q, k, v = (torch.randn(1, 8, 2048, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    w = torch.randn(8, 64, 64, dtype=torch.bfloat16, requires_grad=True)
-    told = explain(linear, q, k, v, w)
-    assert told.kernel_count == 4 and not told.fallbacks
-    with unrun(), warnings.catch_warnings():
+    def refusing(aten: Any, made: Any, args: Any, settings: Any, family: Any, found: list[Fallback], *more: Any) -> Any:
+        if not attempts:
+            found.append(Fallback("a product", "it is only the first attempt", None, 0))
+        return realise_pass(aten, made, args, settings, family, found, *more)
+
+    monkeypatch.setattr(backend, "computed_again", again)
+    monkeypatch.setattr(backend, "realised", refusing)
+    q, k, v = (t.requires_grad_() for t in inputs)
+    with warnings.catch_warnings():
         warnings.simplefilter("error", fl.FallbackWarning)
-        fl.compile(linear, fallback="error")(q, k, v, w)
+        check_gradients(attention, fl.compile(attention, fallback="error"), (q, k, v))
+    assert len(attempts) == 2

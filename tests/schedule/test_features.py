@@ -88,3 +88,22 @@ def test_results(n: int, device: torch.device) -> None:
     args = tuple(x.to(device) for x in inputs(n, 8, torch.float32))
     compiled = fl.compile(padded, dynamic=False)
     check_gradients(padded, compiled, [x.requires_grad_(x.is_floating_point()) for x in args])
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("sides", [1, 2])
+def test_feature_maps_that_are_softmaxes(sides: int, grad: bool) -> None:
+    """Hedgehog's linear attention: what multiplies two of them has a region, and they are PyTorch's."""
+
+    def features(x: Tensor, w: Tensor) -> Tensor:
+        return torch.cat([(x @ w).softmax(-1), (-x @ w).softmax(-1)][:sides], -1)
+
+    def linear(q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Tensor:
+        i = torch.arange(q.shape[-2])
+        scores = (features(q, w) @ features(k, w).mT).masked_fill(i > i[:, None], 0)
+        return (scores @ v) / (scores.sum(-1, keepdim=True) + 1e-6)
+
+    q, k, v = (torch.randn(1, 8, 2048, 64, dtype=torch.bfloat16, requires_grad=grad) for _ in range(3))
+    w = torch.randn(8, 64, 64, dtype=torch.bfloat16, requires_grad=grad)
+    told = explain(linear, q, k, v, w)
+    assert [len(g.kernels) for g in told.graphs] == ([1, 3] if grad else [1]) and not told.fallbacks

@@ -267,7 +267,12 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
         return name in every and (not own or is_alike(every[name]))
 
     # But not what multiplies it by another: feature maps of queries and of keys.
-    maps = [n for n in every if has_weight(program, seed.value) and has_weight(program, program.by_name[n])]
+    short = own and not is_larger(program, seed)
+    maps = [
+        s.value.name
+        for s in every.values()
+        if layer and has_weight(program, s.value) or short and not is_larger(program, s) and is_normalised(program, s)
+    ]
     larger = _weighing(program, seed, seeds)
     least, _ = _lengths(seed)
     seen: set[str] = set()
@@ -283,13 +288,19 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
                     return True
                 if user in every and large and any(_feeds(program, name, user) for name in maps):
                     return True
-                if features and u.numel == part.numel:
+                if u.numel == part.numel and (features or _is_of_itself(u)):
                     stack.append(user)
             elif u.numel > part.numel * least and is_other(user):
                 return True
             elif u.expr is not None:
                 stack.append(user)
     return False
+
+
+def _is_of_itself(v: Value) -> bool:
+    """Whether what a value reduces is one tensor in each case, as in a softmax: it multiplies no two."""
+    assert v.expr is not None
+    return all(len({*loads(r.body)}) == 1 for r in reductions(v.expr))
 
 
 def _weighing(program: Program, seed: Seed, seeds: list[Seed]) -> list[str]:
