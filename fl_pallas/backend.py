@@ -279,7 +279,7 @@ class _Specialised:
         size, given = (max(map(nbytes, some)) for some in ((again, *large(forward)), around))
         found = tuple(f for graph in told for f in graph.fallbacks)
         if not found and (size > given or self.explanation is not None):
-            why = "the backward pass needs it, and fuses nothing that is so short"
+            why = "the backward pass needs it, and fuses nothing"
             found = (Fallback(again.op, why, again.where, size),)
         self._tell(Graph(None, found, tuple(stage for graph in told for stage in graph.history)))
         return self._whole(args)

@@ -134,3 +134,19 @@ def test_the_largest_of_all_scores(masked: bool, device: torch.device) -> None:
     assert all(k.grid for k in found.kernels if k.loops), "a program for all scores"
     run_and_check(attention, fl.compile(attention), inputs(90))
     check_gradients(attention, fl.compile(attention), inputs(90))
+
+
+def test_kernels_that_would_wait_for_each_other_are_parted(device: torch.device) -> None:
+    """Sinkhorn's normalisation, and a softmax: gradients of rows and of columns that one kernel would make need each
+    other's."""
+
+    def normalised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = q @ k.mT / 4
+        for _ in range(3):
+            s = s - s.logsumexp(-1, keepdim=True)
+            s = s - s.logsumexp(-2, keepdim=True)
+        return s.softmax(-1) @ v
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 70, 16, generator=generator).to(device) for _ in range(3))
+    check_gradients(normalised, fl.compile(normalised, fallback="error"), (q, k, v))

@@ -160,7 +160,8 @@ def cut_apart(groups: tuple[Fused, ...], name: str) -> tuple[Fused, ...]:
         ways = ((k, both) for k in kernels if (both := _joined(piece, k)) is not None)
         joined = ([both if other is k else other for other in kernels] for k, both in ways)
         kernels = next((way for way in joined if _ordered([*way, *pieces[n + 1 :]])), [*kernels, piece])
-    return _loading(_ordered(kernels) or ())
+    # What two results wait for, each of which waits for the other's kernel, is made apart.
+    return _loading(_ordered(kernels) or _ordered([[o] for kernel in kernels for o in kernel]) or ())
 
 
 def _once(pieces: list[list[Output]], kernels: list[list[Output]]) -> tuple[list[list[Output]], list[list[Output]]]:
