@@ -105,7 +105,7 @@ def schedule(
         # Whatever a scan stood in the way of: it is PyTorch's, and what it reads is stored.
         made = _scheduled(*grow_again(program, *grow_rounded(program)), target, record, verify)
     if apart := frozenset[str]().union(*(r.apart for r in made.rejected)):
-        why = "kernels would store more on the way to it than PyTorch does"
+        why = "kernels would store more on the way to it than PyTorch does, or take longer"
         return schedule(left_to_pytorch(program, apart, why), target, record, verify)
     return made
 

@@ -117,3 +117,21 @@ def test_decays_fuse_however_short(fn: Callable, device: torch.device) -> None:
     assert found.kernel_count == 1
     assert not any("bmm" in op for graph in found.graphs for op, _ in graph.left)
     check_gradients(fn, fl.compile(fn), inputs)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_keys_of_a_query_of_its_own_are_multiplied_before(grad: bool) -> None:
+    """Memories that each query has retrieved, beside the keys of all: with products of those, a kernel fits no tile of
+    more rows than 16, and would take twice as long as PyTorch."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        i = torch.arange(q.shape[-2])
+        near = (q @ k.mT / 8).masked_fill(i > i[:, None], -torch.inf)
+        far = torch.einsum("bhid,bhijd->bhij", q, keys) / 8
+        weights = torch.cat((far, near), -1).softmax(-1)
+        m = keys.shape[-2]
+        return weights[..., m:] @ v + torch.einsum("bhij,bhijd->bhid", weights[..., :m], values)
+
+    shapes = ((1, 8, 2048, 64),) * 3 + ((1, 8, 2048, 32, 64),) * 2
+    told = explain(attention, *(torch.zeros(s, dtype=torch.bfloat16, requires_grad=grad) for s in shapes))
+    assert not told.fallbacks and len(told.graphs[0].kernels) == 1

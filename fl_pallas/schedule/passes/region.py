@@ -31,7 +31,7 @@ class Rejected:
       nbytes: size of what is materialised, in bytes.
       fused: whether kernels compute it all the same, and store a part of that size between them.
       join: the join that the region grew from, where `value` is a part made of it.
-      apart: results of the region without which kernels could compute the others.
+      apart: members of the region without which kernels could compute the others, or may be faster.
     """
 
     value: Value

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..dtype import is_float, itemsize
-from ..expr import Expr, Op, Reduce, free_axes, loads, ref_names, walk
+from ..expr import Expr, Op, Reduce, free_axes, loads, reductions, ref_names, walk
 from ..plan import KernelPlan, Loop, made_once
 from ..program import Program, Value
 from ..target import Target
@@ -36,7 +36,15 @@ def slower(program: Program, region: Region, plans: Sequence[KernelPlan], target
         return None
     large = max(members, key=lambda v: v.numel)
     why = f"kernels would take {ours / without:.1f} times as long as PyTorch's own operations, by the estimate"
-    return Rejected(large, large, why, nbytes(large))
+    return Rejected(large, large, why, nbytes(large), apart=_first(program, region))
+
+
+def _first(program: Program, region: Region) -> frozenset[str]:
+    """Products of what a region is given that are smaller than that, without which kernels may be faster: of each query
+    with keys of its own, beside those that all have."""
+    outside = (v for m in region.members if not {*region.members} & {*(v := program.by_name[m]).reads})
+    products = (v for v in outside if v.expr is not None and any(map(_multiplies, reductions(v.expr))))
+    return frozenset(v.name for v in products if v.numel < max(program.by_name[r].numel for r in v.reads))
 
 
 def visited(plan: KernelPlan) -> float:
@@ -91,6 +99,11 @@ def _is_product(r: Reduce) -> bool:
     body = _body(r)
     factors = body.args if r.kind == "sum" and isinstance(body, Op) and body.name == "mul" else ()
     return bool(factors) and all(free_axes(a) < free_axes(body) for a in factors)
+
+
+def _multiplies(r: Reduce) -> bool:
+    body = _body(r)
+    return r.kind == "sum" and isinstance(body, Op) and body.name == "mul"
 
 
 def _body(r: Reduce) -> Expr:
