@@ -88,6 +88,11 @@ class Program:
         return {v.name: v for v in self.values}
 
     @cached_property
+    def given(self) -> tuple[Value, ...]:
+        """The inputs."""
+        return tuple(v for v in self.values if v.op == "input")
+
+    @cached_property
     def users(self) -> dict[str, tuple[str, ...]]:
         """For each value, the names of the values that read it."""
         users: dict[str, list[str]] = {v.name: [] for v in self.values}
@@ -111,6 +116,27 @@ class Program:
                 bits |= above[r] | 1 << self.places[r]
             above[v.name] = bits
         return above
+
+    @cached_property
+    def below(self) -> dict[str, int]:
+        """For each value, the places of those that depend on it, as the bits of a number."""
+        below: dict[str, int] = {}
+        for v in reversed(self.values):
+            bits = 0
+            for u in self.users[v.name]:
+                bits |= below[u] | 1 << self.places[u]
+            below[v.name] = bits
+        return below
+
+
+def _named(program: Program, bits: int) -> set[str]:
+    """The names of values, of whose places some number has bits."""
+    found = set[str]()
+    while bits:
+        lowest = bits & -bits
+        found.add(program.values[lowest.bit_length() - 1].name)
+        bits ^= lowest
+    return found
 
 
 def compute_of(program: Program) -> str:
@@ -165,14 +191,11 @@ def _around(
 
 def enclosed(program: Program, names: Set[str]) -> set[str]:
     """What depends on one of these values, and another of them depends on."""
-    below, above = set[str](), set[str]()
-    for v in program.values:
-        if any(r in names or r in below for r in v.reads):
-            below.add(v.name)
-    for v in reversed(program.values):
-        if v.name in names or v.name in above:
-            above.update(v.reads)
-    return below & above
+    below = above = 0
+    for name in names:
+        below |= program.below[name]
+        above |= program.above[name]
+    return _named(program, below & above)
 
 
 def left_to_pytorch(program: Program, names: frozenset[str], why: str) -> Program:

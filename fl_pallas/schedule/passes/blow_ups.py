@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ..dtype import is_float
 from ..expr import Expr, Load, Op, free_axes, loads, outer_loads, reductions, walk
-from ..program import Program, Value, depends, reads_of
+from ..program import Program, Value, depends, reading, reads_of
 from .joins import Seed, axes_of, indexing, is_of_positions, is_outer, join, shared_axes
 from .resolve_views import root_of
 from .weights import has_weight, is_weight, operand_names, rank_of
@@ -61,7 +61,7 @@ def is_blow_up(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
         return False
     if larger:
         # Angles, positions by frequencies: a table that is smaller than what it turns.
-        given = max((i.numel for i in program.values if i.op == "input"), default=0)
+        given = max((i.numel for i in program.given), default=0)
         table = is_outer(v) and (v.numel <= given or _is_added(program, v, seeds))
         return followed and (not table or is_normalised(program, seed))
     if not followed or not (coupled or _decays(program, seed)):
@@ -153,12 +153,12 @@ def is_normalised(program: Program, seed: Seed) -> bool:
     """
     v = seed.value
     sizes = [v.numel // math.prod(a.extent for a in side) for side in (seed.rows, seed.cols)]
-    inputs = (i for i in program.values if i.op == "input" and is_float(i.dtype))
-    numbers = (i.name for i in inputs if i.numel in sizes and 1 in i.shape[_leading(i.shape) :])
+    inputs = (i for i in program.given if i.numel in sizes and is_float(i.dtype))
+    numbers = (i.name for i in inputs if 1 in i.shape[_leading(i.shape) :])
     kept = {name for name in numbers if not depends(program, {v.name}, {name})}
-    own, statistics = {v.name}, kept
-    for u in program.values:
-        if u.expr is None or own.isdisjoint(u.reads) and statistics.isdisjoint(u.reads):
+    own, statistics, both = {v.name}, kept, {v.name, *kept}
+    for u in reading(program, both):
+        if u.expr is None:
             continue
         found = reductions(u.expr)
         alone = any(len(set(loads(r.body))) == 1 and loads(r.body)[0].source in own for r in found)
@@ -166,8 +166,10 @@ def is_normalised(program: Program, seed: Seed) -> bool:
             return True
         if alone or not (found or statistics.isdisjoint(u.reads)):
             statistics.add(u.name)
+            both.add(u.name)
         elif not found:
             own.add(u.name)
+            both.add(u.name)
     return False
 
 
@@ -266,13 +268,13 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
         # What reduces a softmax, and is none (a gradient of values that few queries ask for), is its end.
         return name in every and (not own or is_alike(every[name]))
 
-    # But not what multiplies it by another: feature maps of queries and of keys.
     short = own and not is_larger(program, seed)
-    maps = [
-        s.value.name
-        for s in every.values()
-        if layer and has_weight(program, s.value) or short and not is_larger(program, s) and is_normalised(program, s)
-    ]
+
+    def is_map(s: Seed) -> bool:
+        if layer and has_weight(program, s.value):
+            return True
+        return short and not is_larger(program, s) and is_normalised(program, s)
+
     larger = _weighing(program, seed, seeds)
     least, _ = _lengths(seed)
     seen: set[str] = set()
@@ -286,7 +288,8 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
                 large = features or u.numel >= part.numel
                 if large and is_other(user) or any(_feeds(program, name, user) for name in larger):
                     return True
-                if user in every and large and any(_feeds(program, name, user) for name in maps):
+                # But not what multiplies it by another: feature maps of queries and of keys.
+                if user in every and large and any(_feeds(program, n, user) and is_map(s) for n, s in every.items()):
                     return True
                 if u.numel == part.numel and (features or _is_of_itself(u)):
                     stack.append(user)
@@ -317,7 +320,7 @@ def given_or_returned(program: Program, apart: frozenset[str] = frozenset()) -> 
 
     Of what is returned by halves and more (weights without those of a sink), all of it counts: it is stored as a whole.
     """
-    around = [v.numel for v in program.values if v.op == "input"]
+    around = [v.numel for v in program.given]
     for name in {*program.outputs} - apart:
         own, whole = (program.by_name[n].numel for n in (name, root_of(program, name)))
         around.append(whole if whole <= 2 * own else own)
@@ -341,7 +344,7 @@ def ends(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
 
 def _is_table(program: Program, v: Value) -> bool:
     """Whether `v` is made of indices and constants alone, and no larger than an input."""
-    given = [i.numel for i in program.values if i.op == "input" and is_float(i.dtype)]
+    given = [i.numel for i in program.given if is_float(i.dtype)]
     return v.numel <= max(given, default=0) and is_of_positions(program, v)
 
 

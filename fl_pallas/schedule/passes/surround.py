@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ..dtype import is_float, itemsize
 from ..expr import Axis, Expr, Load, Op, divides, free_axes, loads, reductions, walk
@@ -45,7 +46,7 @@ def with_prologue(program: Program, members: set[str], sides: AllSides, taken: s
     others = taken - members
     longer: set[str] = set()
     tiles = max((math.prod(a.extent for a in rows) for own in sides.values() for rows, _ in own), default=1) // ROWS
-    chosen_by, made = _choosing(program, members), _made(program, members)
+    chosen_by, made = _choosing(program, members), functools.cache(functools.partial(_made, program, own))
     returned = {root_of(program, name) for name in program.outputs}
     whole = max((program.by_name[m].numel for m in own), default=0)
     loops: dict[str, frozenset[Axis]] = {}
@@ -223,7 +224,7 @@ def _is_rounding(e: Expr) -> bool:
     return is_float(e.dtype) and is_float(e.args[0].dtype)
 
 
-def _takes_longer(program: Program, v: Value, made: set[str], tiles: int, loop: frozenset[Axis]) -> bool:
+def _takes_longer(program: Program, v: Value, made: Callable[[], set[str]], tiles: int, loop: frozenset[Axis]) -> bool:
     """Whether so many tiles of rows, which each compute `v` in their loop, take longer than PyTorch does once.
 
     Rotated keys, say. Factors alone leave a product of matrices, but for one that is loaded as it is: what scales keys
@@ -242,8 +243,8 @@ def _takes_longer(program: Program, v: Value, made: set[str], tiles: int, loop: 
         work = sum(columns * ROWS * cost for columns, cost in each)
     else:
         work = v.numel * (_cost(v.expr) + THROUGH_REGISTERS)
-    inside = tiles * work / (ISSUED * HOPPER.processors)
-    return inside > (LAUNCH if made.isdisjoint(v.reads) else WORTH) + 2 * v.numel * itemsize(v.dtype) / MOVED
+    longer = tiles * work / (ISSUED * HOPPER.processors) - 2 * v.numel * itemsize(v.dtype) / MOVED
+    return longer > WORTH and (longer > LAUNCH or not made().isdisjoint(v.reads))
 
 
 def _computed(v: Value, readers: list[Value], sides: AllSides, computed: Mapping[str, int]) -> int:
