@@ -118,7 +118,13 @@ class _Numbered:
 
 
 class _Specialised:
-    """A captured graph, compiled anew for each combination of shapes, strides and types it meets."""
+    """A captured graph, compiled anew for each combination of shapes, strides and types it meets.
+
+    Args:
+      fixed: whether no size of it varies.
+      end: why TorchDynamo ends it early.
+      varied: whether tensors may be of another kind than the first time, which TorchDynamo's guards do not see.
+    """
 
     def __init__(
         self,
@@ -128,10 +134,11 @@ class _Specialised:
         family: Family,
         explanation: Explanation | None,
         end: str | None,
+        varied: bool = False,
     ):
         self.gm, self.settings, self.family, self.explanation = gm, settings, family, explanation
         self.end = end
-        self.fixed = fixed
+        self.fixed, self.varied = fixed, varied
         self.only: Callable[..., Any] | None = None
         self.versions: OrderedDict[tuple, Callable[..., Any]] = OrderedDict()
 
@@ -153,7 +160,7 @@ class _Specialised:
                 report(refused(refusal), self.settings)
                 run, out = self.gm, self.gm(*args)
             self.versions[key] = run
-            self.only = run if self.fixed else None
+            self.only = run if self.fixed and not self.varied else None
             if len(self.versions) > MAX_SPECIALISATIONS:
                 self.versions.popitem(last=False)
         return out
@@ -211,14 +218,13 @@ class _Specialised:
             what = "control flow" if has_control(self.gm) else "an input is written to"
             self._tell(Graph(None, (Fallback(what, "it cannot be done apart", None, 0),), ()))
             return self.gm
-        calls = [with_calls(p.gm, self._inner) if p.writes else self._part(p.gm, self.fixed) for p in parts]
-        return run_parts(parts, calls, self.gm)
+        # What a loop or a branch hands on may lie otherwise, or need a gradient, where the first time it did not.
+        varied = has_control(self.gm)
 
-    def _inner(self, gm: torch.fx.GraphModule, repeated: bool) -> _Specialised:
-        return self._part(gm, self.fixed and not repeated)
+        def part(gm: torch.fx.GraphModule) -> _Specialised:
+            return _Specialised(gm, self.fixed, self.settings, self.family, self.explanation, self.end, varied)
 
-    def _part(self, gm: torch.fx.GraphModule, fixed: bool) -> _Specialised:
-        return _Specialised(gm, fixed, self.settings, self.family, self.explanation, self.end)
+        return run_parts(parts, [with_calls(p.gm, part) if p.writes else part(p.gm) for p in parts], self.gm)
 
     def _differentiable(self, args: Sequence[Any]) -> Callable[..., Any]:
         """Both passes; PyTorch's own where it would compute for the backward pass what only kernels know."""

@@ -27,18 +27,18 @@ def has_control(gm: GraphModule) -> bool:
     return any(map(is_control, gm.graph.nodes))
 
 
-def with_calls(gm: GraphModule, compiled: Callable[[GraphModule, bool], Call]) -> GraphModule:
+def with_calls(gm: GraphModule, compiled: Callable[[GraphModule], Call]) -> GraphModule:
     """A graph whose control flow is Python's.
 
     Args:
       gm: of torch functions, as TorchDynamo captures it; it changes.
-      compiled: makes what computes an inner graph; told whether that runs several times, with arguments that may have
-        other strides, and need gradients where the first did not.
+      compiled: makes what computes an inner graph, with arguments that may have other strides than the first time, and
+        need gradients where they did not.
     """
     for n in filter(is_control, [*gm.graph.nodes]):
         flow = _FLOWS[n.target.__name__]
         inner = [a for a in n.args if isinstance(a, Node) and isinstance(_module(gm, a), GraphModule)]
-        calls = [compiled(_tupled(_module(gm, a)), flow is not _branch) for a in inner]
+        calls = [compiled(_tupled(_module(gm, a))) for a in inner]
         name = f"{n.name}_calls"
         gm.add_submodule(name, _Flow(flow, calls))
         n.op, n.target, n.args = "call_module", name, tuple(a for a in n.args if a not in inner)
