@@ -56,8 +56,8 @@ def scheduled(
     """What becomes of a functional graph."""
     with torch.no_grad():
         program = with_parameters(translate(aten), known.parameters | parameters_of(aten, are_parameters(args)))
-        program = replace(left_to_pytorch(program, known.left, KEPT), facts=known.facts)
-        program = replace(program, saved=known.saved, tokens=known.tokens)
+        program = left_to_pytorch(program, known.left, KEPT)
+        program = replace(program, facts=known.facts, saved=known.saved, tokens=known.tokens)
     return schedule(program, _target(args), lambda *entry: history.append(entry), verify=settings.verify)
 
 

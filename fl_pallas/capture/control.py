@@ -19,7 +19,7 @@ Call = Callable[..., Any]
 
 def is_control(n: Node) -> bool:
     """Whether an operation runs graphs of its own, as often as data says."""
-    return n.op == "call_function" and getattr(n.target, "__name__", None) in _FLOWS and _is_higher_order(n.target)
+    return isinstance(n.target, torch._ops.HigherOrderOperator) and n.target.__name__ in _FLOWS
 
 
 def has_control(gm: GraphModule) -> bool:
@@ -89,10 +89,6 @@ def _stacked(steps: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
 
 
 _FLOWS: dict[str, Call] = {"cond": _branch, "while_loop": _while, "map_impl": _map, "scan": _scan}
-
-
-def _is_higher_order(target: Any) -> bool:
-    return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def _module(gm: GraphModule, n: Node) -> Any:

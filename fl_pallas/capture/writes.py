@@ -202,7 +202,8 @@ def _stages(gm: GraphModule, watch: _Watch) -> tuple[dict[Node, int], set[Node]]
         written = watch.written[n]
         if (whole := _taken_apart(n, watch)) is not None:
             stage[n] = stage[whole]
-            writers |= {n} if whole in writers else set()
+            if whole in writers:
+                writers.add(n)
             continue
         if is_control(n):
             writers.add(n)

@@ -27,7 +27,7 @@ def computed_again(forward: Schedule, backward: Schedule) -> list[Value]:
 def _moved(program: Program) -> frozenset[str]:
     """What is given, and what puts its elements in other places with constants between, to twice as many at most
     (weights that are returned, padded): PyTorch has them as they were rounded."""
-    given = {v.name: v.numel for v in program.values if v.op == "input"}
+    given = {v.name: v.numel for v in program.given}
     for v in program.values:
         sources = _sources_of_move(v.expr)
         if sources and all(s in given for s in sources) and v.numel <= 2 * max(given[s] for s in sources):

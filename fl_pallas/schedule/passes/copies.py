@@ -69,7 +69,7 @@ def _is_product(v: Value) -> bool:
 
 def _as_given(program: Program, name: str) -> tuple[Value, ...]:
     """The views that lead from a value to the last one that is as large in each dimension as an input."""
-    given = {v.shape for v in program.values if v.op == "input"}
+    given = {v.shape for v in program.given}
     chain = _views(program, name)
     while chain and chain[-1].shape not in given:
         chain = chain[:-1]

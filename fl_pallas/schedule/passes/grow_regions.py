@@ -259,7 +259,7 @@ def _covers(program: Program, seed: Seed, other: Seed) -> bool:
     So do the slopes of heads times distances. That region takes it like a mask, and ends before heads are summed.
     What `other` reduces by itself, before that, asks for a region of its own.
     """
-    met = seed.large & other.large if not seed.large.isdisjoint(other.large) else ()
+    met = seed.large & other.large
     if not any(_are_along_one(seed, other, m) for m in met):
         return False
     apart = (program.by_name[m] for m in other.members.keys() - seed.members.keys())

@@ -12,7 +12,7 @@ from .resolve_views import root_of
 def handed_on(program: Program) -> Value | None:
     """A product of two sides, for each of a batch or of heads, or of one tensor with itself, that results are made of
     while they are larger than all that is given; None if there is none. (A product of two matrices may be a layer.)"""
-    given = max((v.numel for v in program.values if v.op == "input"), default=0)
+    given = max((v.numel for v in program.given), default=0)
     stack, seen = [*program.outputs], set[str]()
     while stack:
         name = stack.pop()

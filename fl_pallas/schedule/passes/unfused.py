@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..dtype import is_float, itemsize
-from ..expr import Expr, Op, Reduce, free_axes, loads, reductions, ref_names, walk
+from ..expr import Expr, Op, Reduce, children, free_axes, loads, reductions, ref_names, walk
 from ..plan import KernelPlan, Loop, made_once
 from ..program import Program, Value
 from ..target import Target
@@ -97,8 +97,7 @@ def _work(n: Expr) -> float:
 def _is_product(r: Reduce) -> bool:
     """Whether a sum is of products of what has fewer axes each: one of matrices."""
     body = _body(r)
-    factors = body.args if r.kind == "sum" and isinstance(body, Op) and body.name == "mul" else ()
-    return bool(factors) and all(free_axes(a) < free_axes(body) for a in factors)
+    return _multiplies(r) and all(free_axes(a) < free_axes(body) for a in children(body))
 
 
 def _multiplies(r: Reduce) -> bool:
