@@ -93,8 +93,8 @@ def _round(x: Array) -> Array:
     above = x - down
     odd = down - 2 * jnp.floor(down * 0.5) != 0
     near = jnp.where((above > 0.5) | (above == 0.5) & odd, down + 1, down)
-    # An infinity has nothing above; what rounds to 0 from below is -0.
-    return jnp.where(jnp.abs(x) == jnp.inf, x, jnp.where(x < 0, -jnp.abs(near), near))
+    # An infinity has nothing above; what rounds to 0 from below is -0 (Triton's `-` takes from 0, and gives 0).
+    return jnp.where(jnp.abs(x) == jnp.inf, x, jnp.where(x < 0, _neg(jnp.abs(near)), near))
 
 
 def _trunc(x: Array) -> Array:
