@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,6 @@ from .bridge.autograd import differentiated
 from .bridge.dlpack import float32_products
 from .bridge.launch import Family
 from .bridge.rest import Whole
-from .bridge.splice import with_reshapes
 from .capture.control import has_control, with_calls
 from .capture.in_place import out_of_place
 from .capture.joint import NOTHING, Compiler, Known, differentiable
@@ -25,12 +25,13 @@ from .capture.laid import lay_as_pytorch
 from .capture.nested import inline
 from .capture.numbers import Numbers, has_numbers, numbers_of
 from .capture.one_place import at_lists
+from .capture.order import with_reshapes
 from .capture.writes import parts_between_writes, run_parts
 from .config import Config, config
 from .errors import NoGradient, Unsupported, failing
 from .explain import Explanation, Fallback, Graph, Stage
 from .fallback import NoRoad, enabled, moved, nbytes, refused, report, unfit
-from .realise import copied, device_of, functional, has_inductor, large, realised, scheduled
+from .realise import batched, copied, device_of, functional, has_inductor, large, realised, scheduled
 from .schedule.computed_again import computed_again
 from .schedule.passes.blow_ups import given_or_returned
 from .schedule.passes.hand_on import handed_on
@@ -200,8 +201,13 @@ class _Specialised:
             return self.gm
         if has_control(self.gm):
             return self._between_writes(args)
-        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            return self._differentiable(args)
+        whole = copy.copy(self)
+        differentiable = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        whole.gm = batched(self.gm, args, differentiable) or self.gm
+        return whole._differentiable(args) if differentiable else whole._inference(args)
+
+    def _inference(self, args: Sequence[Any]) -> Callable[..., Any]:
+        """The forward pass alone."""
         aten = functional(self.gm, args)
         if aten is None:
             return self._between_writes(args)

@@ -15,6 +15,7 @@ from .bridge.launch import DirectKernel, Family, unavailable
 from .bridge.rest import compile_rest
 from .bridge.splice import RegionRunner, expect, one_by_one, splice
 from .capture import kernels_device, translate
+from .capture.alike import in_batches, keeps_gradients, repeats, without_repeats
 from .capture.aten import mutates_inputs, to_aten
 from .capture.drawn import give_back
 from .capture.joint import NOTHING, Known, are_parameters, parameters_of
@@ -27,6 +28,7 @@ from .fallback import NoRoad, nbytes, refused_in
 from .kernels.triton import check_supported
 from .schedule.passes.blow_ups import given_or_returned
 from .schedule.passes.keep import inner
+from .schedule.passes.scans import grow_scanned
 from .schedule.pipeline import Schedule, schedule
 from .schedule.plan import KernelPlan
 from .schedule.program import KEPT, Value, left_to_pytorch, with_parameters
@@ -44,6 +46,24 @@ def functional(gm: torch.fx.GraphModule, args: Sequence[Any]) -> torch.fx.GraphM
         give_back(aten, inner)
     aten.recompile()
     return aten
+
+
+def batched(gm: torch.fx.GraphModule, args: Sequence[Any], differentiable: bool) -> torch.fx.GraphModule | None:
+    """A graph of torch functions in ATen operations, its regions that are alike put together; None if none are.
+
+    Args:
+      differentiable: whether autograd is to see what the graph does.
+    """
+    if not repeats(gm) or differentiable and not keeps_gradients(gm):
+        return None
+    aten = to_aten(gm, args)
+    if mutates_inputs(aten):
+        return None
+    with torch.no_grad():
+        aten = without_repeats(aten)
+        program = with_parameters(translate(aten), parameters_of(aten, are_parameters(args)))
+        _, _, growth, _ = grow_scanned(program)
+        return aten if in_batches(aten, growth.regions) else None
 
 
 def scheduled(

@@ -23,9 +23,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import map_arg
 
+from ..capture.order import sort
 from ..errors import Unsupported
 from .put import by_sums
-from .splice import item, sort
+from .splice import item
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten

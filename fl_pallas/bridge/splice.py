@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
+from ..capture.order import sort, with_reshapes
 from ..errors import Unsupported
 from ..schedule.plan import KernelPlan, made_once
 from .ahead import Calls, Together
@@ -210,36 +211,6 @@ def splice(gm: GraphModule, runners: Sequence[RegionRunner]) -> GraphModule:
     return gm
 
 
-def with_reshapes(graph: torch.fx.Graph) -> None:
-    """Views become reshapes: kernels write contiguous tensors, where PyTorch may keep the strides of what it reads, and
-    its operations may give other strides than were traced (a sum of what is expanded and what is transposed)."""
-    for n in graph.nodes:
-        if n.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
-            n.target = torch.ops.aten.reshape.default
-
-
 def item(values: Sequence[torch.Tensor], n: int) -> torch.Tensor:
     """A result of a call."""
     return values[n]
-
-
-def sort(graph: torch.fx.Graph) -> None:
-    """Put every node after what it reads, otherwise keeping the order.
-
-    Raises: Unsupported if no order will do.
-    """
-    placed: set[Node] = set()
-    pending = [n for n in graph.nodes if n.op != "output"]
-    cursor = graph._root
-    while pending:
-        waiting = []
-        for n in pending:
-            if all(a in placed for a in n.all_input_nodes):
-                cursor.append(n)
-                cursor = n
-                placed.add(n)
-            else:
-                waiting.append(n)
-        if len(waiting) == len(pending):
-            raise Unsupported("regions", "they read each other's results")
-        pending = waiting

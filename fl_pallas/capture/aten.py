@@ -189,12 +189,12 @@ def to_aten(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> torch.fx.GraphMo
     if any(_is_transform(n) for n in gm.graph.nodes):
         # PyTorch makes operations in place functional by a transform of this kind, which must not lie around another.
         # Where gradients are off around it, `torch.func.grad` in the graph would find zeros.
-        whole = _traced(run, fakes, mode, torch.is_grad_enabled())
-        run = functools.partial(_retrace, whole)
+        whole = traced(run, fakes, mode, torch.is_grad_enabled())
+        run = functools.partial(retraced, whole)
     out = _trace(run, fakes, mode)
     if any(_writes(n) for n in out.graph.nodes):
         # Composites of PyTorch's own may still write in place after one pass.
-        out = _trace(functools.partial(_retrace, out), fakes, mode)
+        out = _trace(functools.partial(retraced, out), fakes, mode)
     return out
 
 
@@ -210,10 +210,14 @@ def _is_transform(node: torch.fx.Node) -> bool:
 
 
 def _trace(run: Any, fakes: list[Any], mode: FakeTensorMode) -> torch.fx.GraphModule:
-    return _traced(torch.func.functionalize(run, remove="mutations"), fakes, mode)
+    return traced(torch.func.functionalize(run, remove="mutations"), fakes, mode)
 
 
-def _traced(run: Any, fakes: list[Any], mode: FakeTensorMode, gradients: bool = False) -> torch.fx.GraphModule:
+def traced(run: Any, fakes: list[Any], mode: FakeTensorMode, gradients: bool = False) -> torch.fx.GraphModule:
+    """The ATen graph of a function of fake tensors.
+
+    Raises: Unsupported where PyTorch cannot trace it.
+    """
     with mode, torch.set_grad_enabled(gradients):
         try:
             out = make_fx(run, decomposition_table=_KERNELS, tracing_mode="real")(*fakes)
@@ -227,7 +231,8 @@ def _traced(run: Any, fakes: list[Any], mode: FakeTensorMode, gradients: bool = 
     return out
 
 
-def _retrace(gm: torch.fx.GraphModule, *args: Any) -> Any:
+def retraced(gm: torch.fx.GraphModule, *args: Any) -> Any:
+    """What a graph makes of its arguments; a graph that is traced of it keeps the source lines."""
     with torch.fx.traceback.preserve_node_meta():
         return torch.fx.Interpreter(gm).run(*args)
 

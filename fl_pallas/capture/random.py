@@ -44,6 +44,12 @@ def _(seed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return seed.new_empty(tuple(shape), dtype=torch.float32)
 
 
+@uniform.register_vmap
+def _(_: Any, dims: tuple[int | None, None], seed: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, int]:
+    # One of the seeds is enough: each row has numbers of its own.
+    return uniform(seed.select(dims[0] or 0, 0), (seed.shape[dims[0] or 0], *shape)), 0
+
+
 @torch.library.custom_op("fl_pallas::dropout", mutates_args=(), schema="(Tensor x, Tensor seed, Scalar p) -> Tensor")
 def dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
     """`x` with each element kept, and scaled, where its `uniform` is at least `p`; 0 elsewhere."""
@@ -66,6 +72,16 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, Non
 
 
 dropout.register_autograd(_backward, setup_context=_remember)
+
+
+@dropout.register_vmap
+def _(
+    info: Any, dims: tuple[int | None, int | None, None], x: torch.Tensor, seed: torch.Tensor, p: float
+) -> tuple[torch.Tensor, int]:
+    x = x.expand(info.batch_size, *x.shape) if dims[0] is None else x.movedim(dims[0], 0)
+    if dims[1] is not None:
+        return dropout(x, seed.select(dims[1], 0), p), 0
+    return x * dropout(torch.ones_like(x[0]), seed, p), 0
 
 
 # --- what stands for PyTorch's own ----------------------------------------------------------------

@@ -18,7 +18,8 @@ from ..schedule.in_turn import in_turn
 from ..schedule.integer import linear
 from ..schedule.passes.closed_forms import in_closed_form
 from ..schedule.passes.resolve_views import inlined
-from ..schedule.program import Program, Value, left_to_pytorch, reads_of, value_axes
+from ..schedule.program import BESIDE, Program, Value, left_to_pytorch, reads_of, value_axes
+from ..schedule.side_by_side import rejoined, side_by_side
 from . import reduction
 from .dtypes import short_dtype
 from .rules import Result, apply, is_getitem
@@ -45,10 +46,13 @@ def translate(gm: torch.fx.GraphModule, unread: Collection[str] = ()) -> Program
     translation = _Translation(gm, unread)
     for node in gm.graph.nodes:
         translation.visit(node)
-    program = in_closed_form(Program(tuple(translation.values.values()), translation.outputs))
+    program = rejoined(in_closed_form(Program(tuple(translation.values.values()), translation.outputs)))
     if translation.device.type == "cuda":
         program = left_to_pytorch(program, doubles(program), "kernels compute in float32 on a GPU")
-    return left_to_pytorch(program, in_turn(program), "a loop writes it part by part, each part made of those before")
+    program = left_to_pytorch(
+        program, in_turn(program), "a loop writes it part by part, each part made of those before"
+    )
+    return left_to_pytorch(program, side_by_side(program), BESIDE)
 
 
 def kernels_device(tensors: Iterable[torch.Tensor]) -> torch.device:

@@ -26,6 +26,7 @@ from .passes.distances import look_up_distances
 from .passes.exchange import exchange, short_first
 from .passes.expand_squares import expand_squares
 from .passes.factors import store_multiplied
+from .passes.flatten import flatten
 from .passes.fuse import Fused, Output, fuse
 from .passes.group_rows import group_features, group_rows
 from .passes.guess import guess
@@ -137,7 +138,7 @@ def _scheduled(
         groups = fuse(program, region)
         _record_each(record, "fuse", groups)
         groups = asked(groups, f"r{n}")
-        groups = tuple(map(by_cases, map(itself, groups)))
+        groups = tuple(map(by_cases, map(itself, map(flatten, groups))))
         groups = tuple(map(unflatten, groups))
         _record_each(record, "unflatten", groups)
         groups = tuple(map(picked, map(places, groups)))

@@ -65,6 +65,8 @@ class Value:
 
 # Why PyTorch computes what a forward pass keeps.
 KEPT = "it is kept for the backward pass"
+# Why PyTorch puts several tensors together (side_by_side.py).
+BESIDE = "tensors are put side by side"
 
 
 @dataclass(frozen=True)

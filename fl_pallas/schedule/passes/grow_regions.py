@@ -18,10 +18,11 @@ from ..expr import Axis, Expr, Load, Op, divides, free_axes, index, load, loads,
 from ..program import Program, Value, depends, enclosed
 from .blow_ups import ends, given_or_returned, is_blow_up, is_coupled, is_larger, is_normalised, serves
 from .epilogue import with_epilogue, with_sparing_epilogue
+from .flatten import is_of_parts
 from .joins import Seed, along_shared, indexing, is_long, is_outer, join, turned
 from .projections import end_before_projections, large_results
 from .region import Growth, Region, Rejected
-from .resolve_views import inline_load, root_of
+from .resolve_views import inline_load, inlined, root_of
 from .surround import AllSides, uses_division, with_prologue
 from .told import told
 from .weights import has_weight
@@ -381,10 +382,23 @@ def _grow(program: Program, seed: Seed, barred: Set[str] = frozenset()) -> Block
         if large.intersection(v.reads) and not (degenerate and reductions(v.expr)):
             if _add_member(program, v, seed) or degenerate:
                 large.add(v.name)
+        elif not degenerate and _sums_parts(program, v, seed):
+            _add_member(program, v, seed)
     returned = (program.by_name[n] for n in program.outputs if root_of(program, n) in large and not degenerate)
     if blocker is None and (v := next(returned, None)) is not None:
         blocker = v, RETURNED
     return blocker or _close(program, seed)
+
+
+def _sums_parts(program: Program, v: Value, seed: Seed) -> bool:
+    """Whether `v` adds up what parts of the rows, or columns, make of the others (chunks of queries of the gradient of
+    keys), and nothing else reads that."""
+    read = [program.by_name[r] for r in v.reads]
+    if v.expr is None or len(read) != 1 or read[0].expr is None or not seed.large.intersection(read[0].reads):
+        return False
+    if program.users[read[0].name] != (v.name,):
+        return False
+    return is_of_parts(inlined(v.expr, {m: program.by_name[m] for m in (*seed.large, read[0].name)}))
 
 
 def grown_from(program: Program, v: Value) -> set[str]:

@@ -6,7 +6,7 @@ from collections.abc import Set
 
 from ..dtype import is_float
 from ..expr import Expr, Load, divides, loads, reductions
-from ..program import Program, Value
+from ..program import BESIDE, Program, Value
 
 
 def has_weight(program: Program, v: Value) -> bool:
@@ -72,6 +72,8 @@ def is_weight(program: Program, v: Value, rank: int) -> bool:
     if v.expr is None:
         # A fact is what the forward pass has computed: tokens, not weights, whatever axes a product gave them.
         made = v.name in program.tokens or any(f.name == v.name for f in program.facts)
+        if v.why == BESIDE:
+            return all(is_weight(program, program.by_name[r], rank) for r in v.reads)
         return v.op == "parameter" or (v.op == "input" and len(v.axes) == 2 < rank and not made)
     if len(v.axes) != 2 or reductions(v.expr) or not v.reads:
         return False
