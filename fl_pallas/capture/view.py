@@ -236,6 +236,16 @@ def _diagonal_scatter(out: Spec, x: Tensor, src: Tensor, offset: int = 0, dim1: 
     return at
 
 
+def _in_zeros(scatter: Callable[..., At]) -> Callable[..., At]:
+    """The gradient of a part of a tensor, which is put into zeros."""
+
+    def put(out: Spec, gradient: Tensor, _: Sequence[int], *place: Any) -> At:
+        zeros = Tensor(out.shape, out.dtype, lambda idx: constant(0, out.dtype))
+        return scatter(out, zeros, gradient, *place)
+
+    return put
+
+
 _RESHAPES = (aten.view.default, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.unsqueeze, aten.squeeze)
 _COPIES = (
     aten.expand, aten.clone, aten.alias, aten.detach, aten.contiguous, aten.lift_fresh, aten.lift_fresh_copy,
@@ -264,4 +274,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.slice_scatter: _slice_scatter,
     aten.select_scatter: _select_scatter,
     aten.diagonal_scatter: _diagonal_scatter,
+    aten.slice_backward: _in_zeros(_slice_scatter),
+    aten.select_backward: _in_zeros(_select_scatter),
+    aten.diagonal_backward: _in_zeros(_diagonal_scatter),
 }
