@@ -321,12 +321,13 @@ def _planned(
 
 
 def _stored(program: Program, region: Region, between: list[Output]) -> list[Rejected]:
-    """What kernels hand on to each other although it is larger than all that the region reads and returns, and as large
-    as something that has both sides of a join; refused if it is larger than all that PyTorch would store."""
+    """What kernels hand on to each other although it is larger than all that the region reads and returns, and has a
+    number for each pair of a row and a column; refused if it is larger than all that PyTorch would store."""
     members = [program.by_name[m] for m in region.members]
     around = {*region.outputs, *(r for v in members for r in v.reads)} - {*region.members} | {*region.outputs}
     limit = max(program.by_name[name].numel for name in around)
-    least = min((n for m in region.large if (n := program.by_name[m].numel) > limit), default=limit)
+    pairs = (v for m in region.large if (v := program.by_name[m]).numel > limit)
+    least = min((math.prod(sorted(v.shape)[-2:]) for v in pairs), default=limit)
     large = max(members, key=lambda v: v.numel)
     sizes = [(math.prod(a.extent for a in o.axes), o.dtype) for o in between if o.name not in region.outputs]
     why = "a reduction inside of another cannot be taken along with it, and is stored between two kernels"

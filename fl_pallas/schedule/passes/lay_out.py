@@ -312,7 +312,7 @@ def _bodies(plan: KernelPlan) -> list[Expr]:
 
 def _dimensions_of_tiles(at: Sequence[Expr], plan: KernelPlan) -> list[int]:
     """The dimensions, by their indices, of which a program has more than one element."""
-    single = {a for a in plan.grid if plan.choices.tile(a) == 1}
+    single = {a for a in (*plan.grid, *(loop.axis for loop in plan.loops)) if plan.choices.tile(a) == 1}
     return [k for k, i in enumerate(at) if free_axes(i) - single]
 
 

@@ -29,7 +29,7 @@ class Roles:
       row: the axis that is tiled, because what the loop loads does not depend on it; None if none is.
       batch: taken one index at a time.
       column: the other side of a product with the row, where no loop runs over it; None if there is none.
-      one_by_one: whether loops take one index at a time, beside what a tile has whole.
+      one_by_one: whether loops take one index at a time, of a batch or beside what a tile has whole.
     """
 
     features: tuple[Axis, ...]
@@ -97,8 +97,10 @@ def roles(parallel: tuple[Axis, ...], loops: tuple[Loop, ...], stores: tuple[Sto
     if row is not None and loops and reuse(row)[0] == 0:
         few = math.prod(a.extent for a in rest) < MANY_ROWS
         row = None if few or any(isinstance(n, Reduce) for e in bodies for n in walk(e)) else _innermost(found, rest)
-    column = None if loops else _other_side(row, rest, stores)
-    return Roles(tuple(features), row, tuple(a for a in rest if a not in (row, column)), column, bool(beside))
+    of_batch = bool(loops) and all(_is_of_batch(loop) for loop in loops)
+    column = _other_side(row, rest, updates if loops else [s.expr for s in stores]) if of_batch or not loops else None
+    one_by_one = bool(beside) or column is not None and bool(loops)
+    return Roles(tuple(features), row, tuple(a for a in rest if a not in (row, column)), column, one_by_one)
 
 
 def numbers(e: Expr) -> set[Load]:
@@ -193,9 +195,17 @@ def _is_of_one(e: Expr) -> bool:
     return any(free_axes(e) <= free_axes(n) for n in nodes if isinstance(n, Load) and n.dtype != "bool")
 
 
-def _other_side(row: Axis | None, rest: list[Axis], stores: tuple[Store, ...]) -> Axis | None:
+def _is_of_batch(loop: Loop) -> bool:
+    """Whether all products of a loop have its index on both of their sides: it goes over a batch of them (what heads
+    have of a pair)."""
+    sums = {n for s in loop.steps for e in step_expressions(s) for n in walk(e) if isinstance(n, Reduce)}
+    sides = [[f for f in factors(r.body) if r.axis in free_axes(f)] for r in sums if r.kind == "sum"]
+    return bool(sides) and all(len(own) > 1 and all(loop.axis in free_axes(f) for f in own) for own in sides)
+
+
+def _other_side(row: Axis | None, rest: list[Axis], exprs: Collection[Expr]) -> Axis | None:
     """The axis of `rest` that the products with `row` have on their other side."""
-    products = [n for s in stores for n in walk(s.expr) if isinstance(n, Reduce) and n.kind == "sum"]
+    products = [n for e in exprs for n in walk(e) if isinstance(n, Reduce) and n.kind == "sum"]
     found: set[Axis] = set()
     for r in products:
         sides = [free_axes(f) for f in factors(r.body) if r.axis in free_axes(f)]
