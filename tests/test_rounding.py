@@ -228,3 +228,16 @@ def test_a_row_sum_of_wide_scores_is_not_taken_from_a_narrow_result(narrow: torc
 
     q, k, v = draw((2, 128, 32), (2, 128, 32), (2, 128, 32), dtype=torch.float32, device=device)
     check_gradients(mixed, fl.compile(mixed), (q, k, v.to(narrow)))
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_scores_of_inputs_made_wide(narrow: torch.dtype, scale: float, device: torch.device) -> None:
+    """As GPT-J and GPT-NeoX take them: the result is kept as kernels have it, in 32 bits."""
+
+    def upcast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q.float() @ k.float().mT * (scale / 4)
+        return (scores.softmax(-1).to(v.dtype) @ v).transpose(0, 1).flatten(1)
+
+    inputs = draw(*[(2, 64, 16)] * 3, dtype=narrow, device=device)
+    check_gradients(upcast, fl.compile(upcast, fallback="error"), inputs)

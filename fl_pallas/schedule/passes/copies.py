@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
+from ..dtype import itemsize
 from ..expr import Load, Reduce, free_axes, index
 from ..inner import factors
 from ..program import Program, Value
@@ -30,7 +31,7 @@ def store_copies(
     """
     inside = frozenset(m for region in growth.regions for m in region.members)
     results = (name for region in growth.regions for name in region.outputs)
-    chains = {name: copied(viewed, name, inside) or _as_given(viewed, name) for name in results}
+    chains = {n: copied(viewed, n, inside) or _as_kept(viewed, n) or _as_given(viewed, n) for n in results}
     seen = {n: chain[-1].name for n, chain in chains.items() if chain and not readers(viewed, chain[-1].name) & inside}
     if not seen:
         return program, growth
@@ -65,6 +66,15 @@ def _is_product(v: Value) -> bool:
     row, column = v.axes[-2:]
     sides = [free_axes(f) & {row, column} for f in factors(v.expr.body)]
     return {row} in sides and {column} in sides and {row, column} not in sides
+
+
+def _as_kept(program: Program, name: str) -> tuple[Value, ...]:
+    """The view of more bits through which alone all others see a value, if it is kept for a backward pass: kernels have
+    these bits."""
+    users = [program.by_name[u] for u in program.users[name]]
+    kept = len(users) == 1 and users[0].is_view and users[0].name in program.saved and name not in program.outputs
+    wider = kept and itemsize(users[0].dtype) > itemsize(program.by_name[name].dtype)
+    return (users[0],) if wider and users[0].shape == program.by_name[name].shape else ()
 
 
 def _as_given(program: Program, name: str) -> tuple[Value, ...]:

@@ -178,7 +178,7 @@ class _Known:
 def _known(fact: Value) -> tuple[_Known, ...]:
     """What a fact says: in its own axes, and in those that any of them flatten. (A mask of blocks takes quotients of
     rows too, which flatten nothing.) Nothing where it rounds more than its gradient may."""
-    if fact.expr is None or _rounds_away(fact):
+    if fact.expr is None or rounds_away(fact):
         return ()
     found: list[_Known] = []
     for parts in itertools.product(*(dict.fromkeys(((a,), _parts(a, fact.expr))) for a in fact.axes)):
@@ -190,11 +190,12 @@ def _known(fact: Value) -> tuple[_Known, ...]:
     return tuple(found)
 
 
-def _rounds_away(fact: Value) -> bool:
+def rounds_away(fact: Value) -> bool:
     """Whether a fact is kept in 16 bits, and made by weights of products of more bits alone: gradients of those have
     32 bits, and PyTorch's row sums the weights' own."""
     products = [n for r in reductions(fact.expr) for n in reductions(r.body)] if fact.expr is not None else []
-    return itemsize(fact.dtype) == 2 and bool(products) and not any(map(is_narrow, products))
+    scores = [n for n in products if n.kind == "sum" and not reductions(n.body)]
+    return itemsize(fact.dtype) == 2 and bool(scores) and all(itemsize(n.dtype) > 2 for n in scores)
 
 
 def _parts(axis: Axis, e: Expr) -> tuple[Axis, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..build import op, rewrite, substitute
-from ..expr import Axis, Expr, Reduce, const, index, loads, raw_reduce
+from ..expr import Axis, Expr, Reduce, const, free_axes, index, loads, raw_reduce
 from ..integer import linear
 from .fuse import Fused
 
@@ -38,8 +38,12 @@ def _whole(e: Expr) -> Expr:
 
 
 def _is_read_whole(body: Expr, outer: Axis, inner: Axis) -> bool:
-    """Whether some operand has the parts one after another."""
-    for terms, _ in (linear(i) for n in loads(body) for i in n.index):
+    """Whether some operand has the parts one after another, and none is of a part as a whole (what each member of a
+    batch knows of a query that all share)."""
+    read = [n for n in loads(body) if outer in free_axes(n)]
+    if not all(inner in free_axes(n) for n in read):
+        return False
+    for terms, _ in (linear(i) for n in read for i in n.index):
         step = terms.get(index(inner), 0)
         if step and terms.get(index(outer), 0) == step * inner.extent:
             return True

@@ -14,7 +14,7 @@ from ..program import PART, Program, Value, compute_of, depends
 from .again import grow_again, original
 from .blow_ups import given_or_returned
 from .copies import copied, seen_through
-from .exchange import exchange
+from .exchange import exchange, rounds_away
 from .fuse import fuse
 from .grow_regions import grow_regions
 from .resolve_views import inline_load, inlined, resolve_views, root_of
@@ -122,11 +122,14 @@ def keep(
     unsaved = {v.name: v for v in whole.values if v.expr is not None and v.name not in saved and v.op != PART}
     made: dict[str, Value] = {}
     facts = tuple(replace(v, expr=inlined(v.expr, unsaved, made)) for v in ordered if v.expr is not None)
-    known = _used(whole, backward, saved, facts) | {f.name for f in facts if f.name in saved}
+    wide = {f.name for f in facts if rounds_away(f)}
+    facts = tuple(f for f in facts if f.name not in wide or not whole.by_name[f.name].is_view)
+    used = _used(whole, backward, saved, tuple(replace(f, dtype="f32") if f.name in wide else f for f in facts))
+    known = used | {f.name for f in facts if f.name in saved}
     again = {root_of(whole, r) for v in whole.values if v.name in seen - saved - later for r in v.reads}
     widest = max(whole.by_name[name].numel for name in forward)
     sixteen = (whole.by_name[n] for n in saved & statistics if itemsize(whole.by_name[n].dtype) == 2)
-    exact = frozenset(v.name for v in sixteen if v.name in again or v.numel < widest)
+    exact = frozenset(v.name for v in sixteen if v.name in again or v.numel < widest) | (used & wide)
     facts = tuple(f for f in facts if f.name in known)
     chains = {n: chain for n in saved & fused - exact if (chain := copied(joint, n, fused, later))}
     copies = {n: chain[-1].name for n, chain in chains.items()}
