@@ -241,3 +241,16 @@ def test_scores_of_inputs_made_wide(narrow: torch.dtype, scale: float, device: t
 
     inputs = draw(*[(2, 64, 16)] * 3, dtype=narrow, device=device)
     check_gradients(upcast, fl.compile(upcast, fallback="error"), inputs)
+
+
+def test_a_mask_cut_on_a_rounded_number_is_the_same_in_both_passes(device: torch.device) -> None:
+    """sigmoid(-0.0017) is below 0.5, and 0.5 in bfloat16, as a table of features is stored."""
+
+    def cut(q: Tensor, k: Tensor, v: Tensor, logits: Tensor) -> Tensor:
+        hidden = logits.sigmoid() < 0.5
+        return (q @ k.mT / 4).masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+    q, k, v, logits = draw((2, 7, 16), (2, 60, 16), (2, 60, 16), (2, 7, 60), dtype=torch.bfloat16, device=device)
+    logits[:, :, ::3] = -0.0017
+    # What float64 makes of the numbers, and no rounding of the mask's own.
+    check_gradients(lambda *a: cut(*a, logits.to(a[0].dtype)), lambda *a: fl.compile(cut)(*a, logits), (q, k, v))

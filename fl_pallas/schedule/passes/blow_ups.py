@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ..dtype import is_float
 from ..expr import Expr, Load, Op, free_axes, loads, outer_loads, reductions, walk
 from ..program import Program, Value, depends, reading, reads_of
-from .joins import Seed, axes_of, indexing, is_of_positions, is_outer, join, shared_axes
+from .joins import LONG, Seed, axes_of, indexing, is_of_positions, is_outer, join, shared_axes
 from .resolve_views import root_of
 from .weights import has_weight, is_weight, operand_names, rank_of
 
@@ -285,7 +285,7 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
             seen.add(user)
             u = program.by_name[user]
             if u.expr is not None and reductions(u.expr):
-                large = features or u.numel >= part.numel
+                large = (features or u.numel >= part.numel) and not _turns(seed, u)
                 if large and is_other(user) or any(_feeds(program, name, user) for name in larger):
                     return True
                 # But not what multiplies it by another: feature maps of queries and of keys.
@@ -298,6 +298,17 @@ def serves(program: Program, seed: Seed, seeds: list[Seed]) -> bool:
             elif u.expr is not None:
                 stack.append(user)
     return False
+
+
+def _turns(seed: Seed, v: Value) -> bool:
+    """Whether a product is of a few numbers that each pair of the seed has (a difference of points, in a frame's own
+    axes): it has all pairs, as the seed has."""
+    found = reductions(v.expr) if v.expr is not None else []
+    read = [n for r in found for n in loads(r.body) if n.source == seed.value.name]
+    pair = [k for k, a in enumerate(seed.value.axes) if a in seed.rows | seed.cols]
+    places = [free_axes(n.index[k]) for n in read for k in pair]
+    whole = all(axes and axes <= {*v.axes} for axes in places)
+    return bool(read) and bool(seed.rows and seed.cols) and whole and all(r.axis.extent < LONG for r in found)
 
 
 def _is_of_itself(v: Value) -> bool:

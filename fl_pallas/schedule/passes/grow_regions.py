@@ -190,6 +190,8 @@ def _up_to(program: Program, seed: Seed, other: Seed) -> Seed | None:
     So do scores of keys that all heads share, whose rows are queries and heads in one: added to each head's own, they
     make no values of a head and a key large.
     """
+    if not other.rows and not other.cols:
+        return None  # a number of each row (its positive's score), beside which others' scores stay as large
     apart = [program.by_name[m] for m in seed.large - other.large]
     stack, own, met, sums = [seed.value.name], {seed.value.name}, set[str](), set[str]()
     while stack:

@@ -10,6 +10,7 @@ from ..expr import Axis, Expr, Load, Op, Reduce, free_axes, index, load, loads, 
 from . import registers
 from .covered import MAX_COVERED
 from .fuse import Fused, Output
+from .itself import JUMPS
 
 # What takes many instructions an element.
 COSTLY = (*registers.COSTLY, "div", "sqrt", "rsqrt")
@@ -28,6 +29,7 @@ def tabulate(first: tuple[Fused, ...], groups: tuple[Fused, ...], name: str, com
     own_results = {o.name for kernel in (*first, *groups) for o in kernel.outputs}
     every = dict.fromkeys(e for g in groups for o in g.outputs for e in walk(o.expr) if _is_costly(e))
     costly = [e for e in every if own_results.isdisjoint(n.source for n in loads(e))]
+    asked = {n for g in groups for o in g.outputs for e in walk(o.expr) if _jumps(e) for n in walk(e)}
     tables: dict[Expr, Output] = {}
     held: dict[Expr, Expr] = {}
     made: list[Fused] = []
@@ -37,7 +39,7 @@ def tabulate(first: tuple[Fused, ...], groups: tuple[Fused, ...], name: str, com
         beside = _beside(kernel, groups, costly)
         orders = {e: _as_stored(e, kernel, beside) for e in costly}
         rows = [e for e in costly if len(orders[e]) == len(axes)]
-        sides = [e for e in costly if len(orders[e]) == len(axes) + 1 and _is_side(e)]
+        sides = [e for e in costly if len(orders[e]) == len(axes) + 1 and _is_side(e) and e not in asked]
         for e in (*_largest(rows), *_largest(sides)):
             if e in held:
                 continue
@@ -61,6 +63,11 @@ def _is_costly(e: Expr) -> bool:
         return False
     costly = any(isinstance(n, Op) and n.name in COSTLY for n in nodes)
     return costly and len(free_axes(e)) == len(_order(e)) > 0
+
+
+def _jumps(e: Expr) -> bool:
+    """Whether the last bit of what an operation is given matters: the forward pass asked the same of more bits."""
+    return isinstance(e, Op) and e.name in JUMPS and any(is_float(a.dtype) for a in e.args)
 
 
 def _is_side(e: Expr) -> bool:
