@@ -212,5 +212,10 @@ def _traced(target: Any, tree: TreeSpec, known: tuple[Any, ...], default: torch.
     except Exception as error:  # a decomposition may fail in any way; PyTorch then runs the operation
         first = str(error).partition("\n")[0]
         raise Unsupported(str(target), f"no rule for {target}, and its decomposition fails: {first}") from error
+    for n in graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
+        # A norm of groups looks at contiguous numbers of channels so.
+        of, made = n.args[0].meta["val"], n.meta["val"]
+        if of.is_contiguous() and made.is_contiguous() and of.numel() == made.numel():
+            n.target, n.args = torch.ops.aten.view.default, n.args[:2]
     graph.eliminate_dead_code()
     return graph
