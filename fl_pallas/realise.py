@@ -56,7 +56,10 @@ def batched(gm: torch.fx.GraphModule, args: Sequence[Any], differentiable: bool)
     """
     if not repeats(gm) or differentiable and not keeps_gradients(gm):
         return None
-    aten = to_aten(gm, args)
+    try:
+        aten = to_aten(gm, args)
+    except Unsupported:
+        return None  # as whoever asks next will find
     if mutates_inputs(aten):
         return None
     with torch.no_grad():

@@ -96,8 +96,8 @@ def _is_blow_up(n: Node, val: torch.Tensor, read: Sequence[Any]) -> bool:
 
 
 def _size(t: torch.Tensor) -> int:
-    """Elements of a tensor, whose sizes may vary: of this call's."""
-    return math.prod(n if isinstance(n, int) else n.node.hint for n in t.shape)
+    """Elements of a tensor, whose sizes may vary: of this call's; one of a size that data decides."""
+    return math.prod(n if isinstance(n, int) else n.node.hint or 1 for n in t.shape)
 
 
 def keeps_gradients(gm: GraphModule) -> bool:

@@ -131,6 +131,12 @@ def _gelu(f: Arith, x: Expr, approximate: str = "none") -> Expr:
     return f("mul", f("mul", x, 0.5), f("add", inner, 1))
 
 
+def _leaky_relu(f: Arith, x: Expr, slope: Any = 0.01) -> Expr:
+    less = f("mul", x, slope)
+    # The larger of the two, where that is so, is one operation and not two.
+    return f("max", x, less) if isinstance(slope, float) and 0 < slope <= 1 else f.where(f("gt", x, 0), x, less)
+
+
 def _elu(f: Arith, x: Expr, alpha: Number = 1, scale: Number = 1, input_scale: Number = 1) -> Expr:
     negative = f("mul", f("expm1", f("mul", x, input_scale)), alpha * scale)
     return f.where(f("gt", x, 0), f("mul", x, scale), negative)
@@ -287,7 +293,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.mish: arithmetic(lambda f, x: f("mul", x, f("tanh", _softplus(f, x)))),
     aten.gelu: arithmetic(_gelu),
     aten.elu: arithmetic(_elu),
-    aten.leaky_relu: arithmetic(lambda f, x, slope=0.01: f.where(f("gt", x, 0), x, f("mul", x, slope))),
+    aten.leaky_relu: arithmetic(_leaky_relu),
     aten._prelu_kernel: arithmetic(lambda f, x, w: f.where(f("gt", x, 0), x, f("mul", x, w))),
     aten.threshold: arithmetic(lambda f, x, threshold, value: f.where(f("le", x, threshold), value, x)),
     aten.softplus: arithmetic(_softplus),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..errors import Unsupported
-from .dtype import itemsize
+from .dtype import is_float, itemsize
 from .expr import Axis, Expr, sources
 from .passes.again import grow_again
 from .passes.align import align, beside
@@ -326,8 +326,9 @@ def _stored(program: Program, region: Region, between: list[Output]) -> list[Rej
     members = [program.by_name[m] for m in region.members]
     around = {*region.outputs, *(r for v in members for r in v.reads)} - {*region.members} | {*region.outputs}
     limit = max(program.by_name[name].numel for name in around)
-    pairs = (v for m in region.large if (v := program.by_name[m]).numel > limit)
+    pairs = [v for m in region.large if (v := program.by_name[m]).numel > limit]
     least = min((math.prod(sorted(v.shape)[-2:]) for v in pairs), default=limit)
+    every = min((v.numel for v in pairs), default=limit)
     large = max(members, key=lambda v: v.numel)
     sizes = [(math.prod(a.extent for a in o.axes), o.dtype) for o in between if o.name not in region.outputs]
     why = "a reduction inside of another cannot be taken along with it, and is stored between two kernels"
@@ -337,7 +338,10 @@ def _stored(program: Program, region: Region, between: list[Output]) -> list[Rej
         apart = apart if apart < {*region.outputs} else frozenset()
         return [Rejected(large, large, larger, large.numel * itemsize(large.dtype), apart=apart)]
     return [
-        Rejected(large, large, why, n * itemsize(dtype), fused=True) for n, dtype in sizes if n > limit and n >= least
+        Rejected(large, large, why, n * itemsize(dtype), fused=True)
+        for n, dtype in sizes
+        # (Of a mask that heads share a byte a pair is no matter.)
+        if n > limit and n >= (least if is_float(dtype) else every)
     ]
 
 
