@@ -327,8 +327,13 @@ def _stored(program: Program, region: Region, between: list[Output]) -> list[Rej
     around = {*region.outputs, *(r for v in members for r in v.reads)} - {*region.members} | {*region.outputs}
     limit = max(program.by_name[name].numel for name in around)
     pairs = [v for m in region.large if (v := program.by_name[m]).numel > limit]
-    least = min((math.prod(sorted(v.shape)[-2:]) for v in pairs), default=limit)
-    every = min((v.numel for v in pairs), default=limit)
+
+    def is_large(n: int, dtype: str) -> bool:
+        # What all pairs of a member of the batch have is left where that is reduced; of a mask a byte a pair is no
+        # matter.
+        reduced = is_float(dtype) and any(v.numel % n == 0 and n >= math.prod(sorted(v.shape)[-2:]) for v in pairs)
+        return n > limit and (reduced or n >= min((v.numel for v in pairs), default=limit))
+
     large = max(members, key=lambda v: v.numel)
     sizes = [(math.prod(a.extent for a in o.axes), o.dtype) for o in between if o.name not in region.outputs]
     why = "a reduction inside of another cannot be taken along with it, and is stored between two kernels"
@@ -337,12 +342,7 @@ def _stored(program: Program, region: Region, between: list[Output]) -> list[Rej
         apart = _made_of_more(between, large.numel) & {*region.outputs}
         apart = apart if apart < {*region.outputs} else frozenset()
         return [Rejected(large, large, larger, large.numel * itemsize(large.dtype), apart=apart)]
-    return [
-        Rejected(large, large, why, n * itemsize(dtype), fused=True)
-        for n, dtype in sizes
-        # (Of a mask that heads share a byte a pair is no matter.)
-        if n > limit and n >= (least if is_float(dtype) else every)
-    ]
+    return [Rejected(large, large, why, n * itemsize(dtype), fused=True) for n, dtype in sizes if is_large(n, dtype)]
 
 
 def _made_of_more(outputs: list[Output], limit: int) -> frozenset[str]:
