@@ -7,6 +7,7 @@ than what is made of them, they are stacked, and q is `x @ w`. So as many kernel
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import heapq
 import math
@@ -37,7 +38,8 @@ ROWS = 2**15
 
 # What attends, and has no scores to show.
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
-_MODES = (torch._C._set_grad_enabled, torch.autograd.graph.saved_tensors_hooks, "requires_grad_")
+# What is in the names of functions that decide what autograd sees.
+_OFF = ("grad_enabled", "inference_mode", "requires_grad", "_data_attr", "set_data", "saved_tensors", "detach_")
 
 _VIEWS = frozenset(
     {aten.view.default, aten._unsafe_view.default, aten.transpose.int, aten.permute.default, aten.t.default}
@@ -105,26 +107,39 @@ def keeps_gradients(gm: GraphModule) -> bool:
     turns no gradients off, nor are there functions with a gradient, or a graph, of their own."""
     return not any(
         isinstance(n.target, torch._ops.HigherOrderOperator)
-        or n.target in _MODES
+        or any(word in str(n.target) for word in _OFF)
         or (getattr(n.target, "__module__", None) or "").startswith("torch._functorch")
         for n in gm.graph.nodes
+        if n.op in ("call_function", "call_method")
     )
 
 
 def without_repeats(gm: GraphModule) -> GraphModule:
     """The same functional ATen graph with everything computed once, and with copies as operations that have a gradient
-    (PyTorch's own has none)."""
-    for n in gm.graph.find_nodes(op="call_function", target=aten.copy.default):
-        with gm.graph.inserting_before(n):
-            to, source = (a.meta["val"] for a in n.args[:2])
-            made: Any = n.args[1]
+    and can be of a batch (PyTorch's own have none, or cannot)."""
+    for n in [n for n in gm.graph.nodes if n.target in (aten.copy.default, aten.fill.Tensor)]:
+        to, source = (a.meta["val"] for a in n.args[:2])
+        made: Any = n.args[1]
+        with gm.graph.inserting_before(n), source.fake_mode:
             if to.dtype != source.dtype:
                 made = gm.graph.call_function(aten._to_copy.default, (made,), {"dtype": to.dtype})
-            if to.shape != source.shape:
-                made = gm.graph.call_function(aten.expand.default, (made, to.shape))
-        for new in (m for m in (made, *made.all_input_nodes) if "val" not in m.meta):
-            new.meta.update(n.meta)
+                made.meta.update({**n.meta, "val": source.to(to.dtype)})
+            made = gm.graph.call_function(aten.expand.default, (made, [*to.shape]))
+            made.meta.update(n.meta)
         n.replace_all_uses_with(made)
+    numbers: dict[Any, Node] = {}
+    for n in gm.graph.find_nodes(op="get_attr"):
+        value = getattr(gm, str(n.target), None)
+        if isinstance(value, torch.Tensor) and not value.dim() and not isinstance(value, FakeTensor):
+            n.replace_all_uses_with(numbers.setdefault((value.dtype, value.device, repr(value.item())), n))
+    for n in gm.graph.find_nodes(op="call_function", target=aten.select_scatter.default):
+        # (Of a batch PyTorch makes a scatter of this one, by positions.)
+        to, source, dim, at = n.args
+        with gm.graph.inserting_before(n), source.meta["val"].fake_mode:
+            row = gm.graph.call_function(aten.unsqueeze.default, (source, dim))
+            row.meta.update({**n.meta, "val": source.meta["val"].unsqueeze(dim)})
+        at %= n.meta["val"].shape[dim]
+        n.target, n.args = aten.slice_scatter.default, (to, row, dim, at, at + 1)
     gm.graph.eliminate_dead_code()
     ops = (n.target for n in gm.graph.nodes if isinstance(n.target, torch._ops.OpOverload))
     drawn = {op.overloadpacket for op in ops if torch.Tag.nondeterministic_seeded in op.tags}
@@ -225,13 +240,14 @@ def _in_lockstep(gm: GraphModule, parts: Sequence[_Part]) -> tuple[list[Pack], l
         elif known != pack:
             raise _Differ
 
-    for pack in zip(*(p.results for p in parts), strict=True):
-        ask(pack)
+    results = {k for part in parts for k, n in enumerate(part.nodes) if n in part.results}
+    for k in sorted(results):
+        ask(tuple(part.nodes[k] for part in parts))
     computed: set[Node] = set()
     while queue:
         _, pack = heapq.heappop(queue)
         members = [n in part.nodes for n, part in zip(pack, parts, strict=True)]
-        read = _read_alike(pack)
+        read = _read_alike(pack) if computed.isdisjoint(pack) else None
         if any(members) and (read is None or not all(members)):
             raise _Differ
         if read is not None and (any(members) or _grows(pack, read) and all({*n.users} <= computed for n in pack)):
@@ -244,7 +260,12 @@ def _in_lockstep(gm: GraphModule, parts: Sequence[_Part]) -> tuple[list[Pack], l
                     shared.add(p[0])
         else:
             given.append(pack)
-    if not shared.isdisjoint(asked):
+    # What is given must wait for nothing that is computed.
+    late = {*computed}
+    for n in gm.graph.nodes:
+        if not late.isdisjoint(n.all_input_nodes):
+            late.add(n)
+    if not shared.isdisjoint(asked) or not late.isdisjoint(shared.union(*given)):
         raise _Differ
     return [*reversed(inside), *_views_behind(inside, parts)], given
 
@@ -297,7 +318,8 @@ def _put_together(gm: GraphModule, inside: Sequence[Pack], given: Sequence[Pack]
     fakes = [v.new_empty((len(inside[0]), *v.shape)) if n in own else v for n, v in zip(read, vals, strict=True)]
     run = torch.vmap(functools.partial(retraced, part), tuple(0 if n in own else None for n in read))
     try:
-        batch = traced(run, fakes, vals[0].fake_mode)
+        with _without_loops():
+            batch = traced(run, fakes, vals[0].fake_mode)
     except Unsupported:
         return False
     last = next(iter(reversed(gm.graph.nodes)))
@@ -307,6 +329,18 @@ def _put_together(gm: GraphModule, inside: Sequence[Pack], given: Sequence[Pack]
             _put_back(gm.graph, pack, whole)
     sort(gm.graph)
     return True
+
+
+@contextlib.contextmanager
+def _without_loops() -> Iterator[None]:
+    """Operations that `torch.vmap` would do for each member of a batch by itself are errors."""
+    functorch: Any = vars(torch._C)["_functorch"]
+    before = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_enabled(before)
 
 
 def _graph(nodes: Sequence[Node], read: Sequence[Node], results: Sequence[Node]) -> Graph:

@@ -144,6 +144,32 @@ def test_what_autograd_is_not_to_see_stays_unseen(device: torch.device) -> None:
     check_gradients(fn, fl.compile(fn), [draw().to(device) for draw in QKV])
 
 
+def test_data_of_a_tensor_has_no_gradient(device: torch.device) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.stack([(q[:, h] @ k.data[:, h].mT).softmax(-1) @ v[:, h] for h in range(HEADS)], 1)
+
+    check_gradients(fn, fl.compile(fn), [draw().to(device) for draw in QKV])
+
+
+def test_what_some_heads_return_besides(device: torch.device) -> None:
+    """Weights of one head, scores that are written to, and a later layer whose heads read others' results."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        outs, kept = [], []
+        for h in range(HEADS):
+            scores = q[:, h] @ k[:, h].mT
+            scores[..., 0] = 0.0
+            kept.append(scores.softmax(-1))
+            outs.append(kept[-1] @ v[:, h])
+        mixed = [(outs[h] @ outs[h - 1].mT).softmax(-1) @ outs[h - 2] for h in range(HEADS)]
+        return torch.cat(mixed, -1), kept[2]
+
+    inputs = [draw().to(device) for draw in QKV]
+    with torch.no_grad():
+        run_and_check(fn, fl.compile(fn), inputs)
+    check_gradients(fn, fl.compile(fn), inputs)
+
+
 @pytest.mark.parametrize(
     "other", [lambda s, h: s * h, lambda s, h: s.relu() if h == 2 else s, lambda s, h: s[:, : SEQ - 2 * h]]
 )

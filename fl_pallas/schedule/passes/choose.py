@@ -106,8 +106,8 @@ def choose(
     """
 
     # Wide features are better halved than the tile of rows, although each half computes the weights again.
-    halved = _with_features(kinds, stores, MAX_FEATURES // 2) if _can_halve(stores) else None
-    whole = _with_features(kinds, stores, MAX_FEATURES)
+    halved = _with_features(kinds, loops, stores, MAX_FEATURES // 2) if _can_halve(stores) else None
+    whole = _with_features(kinds, loops, stores, MAX_FEATURES)
     sides = [halved, whole] if halved is not None and halved != whole else [whole]
     # In turn, for tuning tries the first few.
     ways = itertools.zip_longest(*(_fitting(fixed, kinds, loops, stores, bytes_, target, scanned) for fixed in sides))
@@ -220,14 +220,19 @@ def _can_halve(stores: tuple[Store, ...]) -> bool:
     return not any(isinstance(n, Reduce) for s in stores for n in walk(s.expr))
 
 
-def _with_features(kinds: Roles, stores: tuple[Store, ...], most: int) -> dict[Axis, int]:
+def _with_features(kinds: Roles, loops: tuple[Loop, ...], stores: tuple[Store, ...], most: int) -> dict[Axis, int]:
     """Tiles of the batch axes, and of the features: at most so many along each."""
+    along = [a for a in (kinds.row, kinds.column, *(loop.axis for loop in loops)) if a is not None]
+    tiled = frozenset((*kinds.features, *along))
+    sums = [(s.update, loop.axis) for loop in loops for s in loop.steps if isinstance(s, Accumulator)]
+    # Of loops that add up elements, features are no side of a product (the coordinates of a point's gradient).
+    alone = bool(sums) and not any(is_product_of_loop(e, axis, tiled) or reductions(e) for e, axis in sums)
     fixed: dict[Axis, int] = {a: 1 for a in kinds.batch}
     for a in kinds.features:
         fixed[a] = min(power_of_two(a.extent), most)
     for store in stores:
         own = [a for a in store.axes if a in kinds.features]
-        if own:
+        if own and not alone:
             # Together they are a side of a matrix product.
             others = math.prod(fixed[a] for a in own[:-1])
             fixed[own[-1]] = max(fixed[own[-1]], MIN_TILE // others)
