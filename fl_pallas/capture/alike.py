@@ -46,6 +46,8 @@ _VIEWS = frozenset(
     | {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.alias.default, aten.clone.default}
 )
 
+_IN_PLACE = frozenset(f"i{name}" for name in "add sub mul truediv floordiv mod pow matmul and or xor".split())
+
 # A node of each part, in their order.
 Pack = tuple[Node, ...]
 
@@ -104,14 +106,24 @@ def _size(t: torch.Tensor) -> int:
 
 def keeps_gradients(gm: GraphModule) -> bool:
     """Whether what autograd sees of a graph of torch functions is what it sees of the operations they consist of: it
-    turns no gradients off, nor are there functions with a gradient, or a graph, of their own."""
+    turns no gradients off, nor are there functions with a gradient, or a graph, of their own, nor is something written
+    to where a tensor may be seen that was detached from it."""
+    calls = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
+    if any(n.target in (torch.detach, "detach") for n in calls) and any(map(_writes, calls)):
+        return False
     return not any(
         isinstance(n.target, torch._ops.HigherOrderOperator)
         or any(word in str(n.target) for word in _OFF)
         or (getattr(n.target, "__module__", None) or "").startswith("torch._functorch")
-        for n in gm.graph.nodes
-        if n.op in ("call_function", "call_method")
+        for n in calls
     )
+
+
+def _writes(n: Node) -> bool:
+    """Whether a torch function may write to what it is given, by its name."""
+    name = n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__") or name == "setitem" or name in _IN_PLACE
+    return in_place or "out" in n.kwargs or n.kwargs.get("inplace") is True
 
 
 def without_repeats(gm: GraphModule) -> GraphModule:

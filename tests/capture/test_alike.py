@@ -151,6 +151,18 @@ def test_data_of_a_tensor_has_no_gradient(device: torch.device) -> None:
     check_gradients(fn, fl.compile(fn), [draw().to(device) for draw in QKV])
 
 
+def test_writes_beside_autograd(device: torch.device) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        outs = []
+        for h in range(HEADS):
+            scores = q[:, h] @ k[:, h].mT
+            scores.detach().mul_(2)
+            outs.append(scores.softmax(-1) @ v[:, h])
+        return torch.stack(outs, 1)
+
+    check_gradients(fn, fl.compile(fn), [draw().to(device) for draw in QKV])
+
+
 def test_what_some_heads_return_besides(device: torch.device) -> None:
     """Weights of one head, scores that are written to, and a later layer whose heads read others' results."""
 
