@@ -173,8 +173,8 @@ def in_batches(gm: GraphModule, regions: Sequence[Region]) -> bool:
         except (_Differ, Unsupported):
             continue
     for n in reversed(gm.graph.find_nodes(op="call_function", target=aten.select.int)):
-        source = n.args[0]
-        if source.target is aten.stack.default and len(source.args) == 1 and n.args[1] == 0:
+        source, returned = n.args[0], any(user.op == "output" for user in n.users)
+        if source.target is aten.stack.default and len(source.args) == 1 and n.args[1] == 0 and not returned:
             n.replace_all_uses_with(source.args[0][n.args[2]])
     gm.graph.eliminate_dead_code()
     # (What draws numbers counts as having an effect.)

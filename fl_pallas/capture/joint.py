@@ -219,6 +219,7 @@ def differentiable(
 
     def forward_pass(gm: GraphModule, args: Sequence[Any]) -> Boxed:
         results, saved = map(frozenset, _outputs(gm, returned))
+        _keep_all()
         passes.forward = _pass(
             gm, lambda: forward(gm, args, Known(saved=saved - results, left=left, parameters=parameters))
         )
@@ -299,13 +300,21 @@ def _with_own_memory(call: Boxed, returned: int, written: Sequence[int]) -> Boxe
 
     def boxed(args: list[Any]) -> Any:
         changing = {memory(args[n]) for n in written}
+        given = {memory(a) for a in args}
         made = call(args)
         saved = {memory(t) for t in made[returned:]} - {None}
-        own = (_copied(t) if memory(t) in saved else t for t in made[:returned])
+        own = (_copied(t) if memory(t) in saved else _whole(t, given) for t in made[:returned])
         kept = (_copied(t) if memory(t) in changing or _is_inference(t) else t for t in made[returned:])
         return (*own, *kept)
 
     return _marked(boxed)
+
+
+def _whole(t: Any, given: Collection[int | None]) -> Any:
+    """`t`, no view of what nobody else sees, which autograd would let nobody write to; views of what is given stay."""
+    if not isinstance(t, torch.Tensor) or not t._is_view() or t.untyped_storage()._cdata in given:
+        return t
+    return t.new_empty(0).set_(t.detach())  # type: ignore[arg-type]
 
 
 def _is_inference(t: Any) -> bool:
@@ -320,6 +329,14 @@ def _copied(t: torch.Tensor) -> torch.Tensor:
             return t.clone()
         reach += (size - 1) * stride
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
+
+
+def _keep_all() -> None:
+    """Tell AOTAutograd that no saved tensor is given away: where it has not looked for such, it says that there are
+    some as soon as a graph is to be retained."""
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def _written() -> tuple[int, ...]:

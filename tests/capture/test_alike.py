@@ -163,6 +163,30 @@ def test_writes_beside_autograd(device: torch.device) -> None:
     check_gradients(fn, fl.compile(fn), [draw().to(device) for draw in QKV])
 
 
+def test_results_are_tensors_of_their_own(device: torch.device) -> None:
+    """Single heads beside all of them: a graph may be retained, and each may be written to."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        out = torch.empty_like(q)
+        for h in range(HEADS):
+            out[:, h] = (q[:, h] @ k[:, h].mT).softmax(-1) @ v[:, h]
+        outs = [(q[:, h] @ k[:, h].mT).softmax(-1) @ v[:, h] for h in range(HEADS)]
+        return out[:, 0], out, torch.cat(outs, -1), outs[0], torch.stack(outs)[0]
+
+    inputs = [draw().to(device).requires_grad_() for draw in QKV]
+    results = fl.compile(fn)(*inputs)
+    twice = [torch.autograd.grad(results[3].sum(), inputs, retain_graph=True) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*twice, strict=True))
+    with torch.no_grad():
+        results = fl.compile(fn)(*inputs)
+        results[3].zero_()
+    assert results[2].any() and results[4].any()
+    results = fl.compile(fn)(*inputs)
+    results[1].mul_(2)
+    want = fn(*inputs)
+    torch.testing.assert_close(results[0], 2 * want[0], rtol=1e-4, atol=1e-4)
+
+
 def test_what_some_heads_return_besides(device: torch.device) -> None:
     """Weights of one head, scores that are written to, and a later layer whose heads read others' results."""
 

@@ -35,9 +35,11 @@ def write_out(
     Args:
       shapes: of what is loaded, by name.
     """
-    steps = [s for loop in loops for s in loop.steps]
+    # (What a short sum has of a feature makes that no row.)
+    plain = tuple(replace(loop, steps=tuple(map(_plain, loop.steps))) for loop in loops)
+    steps = [s for loop in plain for s in loop.steps]
     sums = [s for s in steps if isinstance(s, Accumulator)]
-    kinds = roles(parallel, loops, stores)
+    kinds = roles(parallel, plain, stores)
     short = tuple(a for a in kinds.features if a.extent > 1)
     own = {s.name: tuple(a for a in s.axes if a in short) for s in sums}
     apart = {name: axes for name, axes in own.items() if axes}
@@ -48,14 +50,13 @@ def write_out(
     if any(name in read or f"{name}.old" in read for name in apart):
         return parallel, loops, stores
 
-    def written(s: Step) -> list[Step]:
-        made = replace(s, update=rewrite(s.update, _written)) if isinstance(s, Accumulator) else s
-        return [*_of_each(made, apart[s.name])] if isinstance(made, Accumulator) and s.name in apart else [made]
+    def of_each(s: Step) -> list[Step]:
+        return [*_of_each(s, apart[s.name])] if isinstance(s, Accumulator) and s.name in apart else [s]
 
     def chosen(n: Expr) -> Expr:
         return _chosen(n, apart[n.name]) if isinstance(n, Ref) and n.name in apart else n
 
-    made = tuple(replace(loop, steps=tuple(s for step in loop.steps for s in written(step))) for loop in loops)
+    made = tuple(replace(loop, steps=tuple(s for step in loop.steps for s in of_each(step))) for loop in plain)
     fits = all(is_of_rows(loop, kinds) for loop in made)
     alone = len(made) == 1 and is_of_computed_rows(made[0], kinds)
     every = (e for loop in made for s in loop.steps for e in step_expressions(s))
@@ -68,6 +69,10 @@ def write_out(
 def _is_beyond(n: Load, shape: tuple[int, ...]) -> bool:
     """Whether a load is of an index that there is none of: of features further on, say, which no store then takes."""
     return any(isinstance(i, Const) and not 0 <= i.value < extent for i, extent in zip(n.index, shape, strict=True))
+
+
+def _plain(s: Step) -> Step:
+    return replace(s, update=rewrite(s.update, _written)) if isinstance(s, Accumulator) else s
 
 
 def _written(e: Expr) -> Expr:
