@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..build import substitute
 from ..dtype import is_float, itemsize
-from ..expr import Axis, Expr, Load, Op, Reduce, free_axes, index, load, loads, walk
+from ..expr import Axis, Expr, Load, Op, children, free_axes, index, load, loads, reductions, walk
 from . import registers
 from .covered import MAX_COVERED
 from .fuse import Fused, Output
@@ -29,7 +29,7 @@ def tabulate(first: tuple[Fused, ...], groups: tuple[Fused, ...], name: str, com
     own_results = {o.name for kernel in (*first, *groups) for o in kernel.outputs}
     every = dict.fromkeys(e for g in groups for o in g.outputs for e in walk(o.expr) if _is_costly(e))
     costly = [e for e in every if own_results.isdisjoint(n.source for n in loads(e))]
-    asked = {n for g in groups for o in g.outputs for e in walk(o.expr) if _jumps(e) for n in walk(e)}
+    asked = _asked(groups)
     tables: dict[Expr, Output] = {}
     held: dict[Expr, Expr] = {}
     made: list[Fused] = []
@@ -58,11 +58,22 @@ def tabulate(first: tuple[Fused, ...], groups: tuple[Fused, ...], name: str, com
 
 def _is_costly(e: Expr) -> bool:
     """Whether `e` is a costly number, and made of loads of which one has all its axes."""
-    nodes = list(walk(e))
-    if not isinstance(e, Op) or not is_float(e.dtype) or any(isinstance(n, Reduce) for n in nodes):
+    if not isinstance(e, Op) or not is_float(e.dtype) or reductions(e):
         return False
-    costly = any(isinstance(n, Op) and n.name in COSTLY for n in nodes)
+    costly = any(isinstance(n, Op) and n.name in COSTLY for n in walk(e))
     return costly and len(free_axes(e)) == len(_order(e)) > 0
+
+
+def _asked(groups: tuple[Fused, ...]) -> set[Expr]:
+    """All that is compared, and what that is made of."""
+    found = set[Expr]()
+    left = [a for g in groups for o in g.outputs for e in walk(o.expr) if _jumps(e) for a in children(e)]
+    while left:
+        e = left.pop()
+        if e not in found:
+            found.add(e)
+            left += children(e)
+    return found
 
 
 def _jumps(e: Expr) -> bool:
