@@ -91,7 +91,7 @@ def _by_inductor(gm: GraphModule, examples: Sequence[torch.Tensor]) -> Function:
     # Inductor keeps what it made on disk where symbols would have a place, of which there are none here.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     plain = torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast()
-    with plain[0], plain[1], plain[2], unset_fake_temporarily(), _as_eager(), tracing(TracingContext(mode)):
+    with plain[0], plain[1], plain[2], unset_fake_temporarily(), _as_eager(gm), tracing(TracingContext(mode)):
         with mode:
             fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in examples]
         simple = make_fx(gm, decomposition_table=by_sums(select_decomp_table()))(*fakes)
@@ -148,7 +148,7 @@ def _whole_by_inductor(gm: GraphModule, args: Sequence[Any]) -> Callable[..., An
     from torch._inductor.decomposition import select_decomp_table
 
     # What fails does so here, and not in a backward pass.
-    with _as_eager(), config.patch(force_non_lazy_backward_lowering=True):
+    with _as_eager(gm), config.patch(force_non_lazy_backward_lowering=True):
         plain, table = GraphModule(gm, _copy(gm.graph)), by_sums(select_decomp_table())
         return compile_fx(plain, [*args], inner_compile=_checked, decompositions=table)  # type: ignore[return-value]
 
@@ -174,15 +174,31 @@ def _compares_rounded(n: Node) -> bool:
 
 
 @contextlib.contextmanager
-def _as_eager() -> Iterator[None]:
+def _as_eager(gm: GraphModule) -> Iterator[None]:
     """Inductor with eager PyTorch's random numbers and rounding: both passes have to find the same numbers, where the
-    gradient of a maximum goes to what equals it; and without its advice about TF32, which is the user's to set.
+    gradient of a maximum goes to what equals it; without its advice about TF32, which is the user's to set; and without
+    its patterns where they would take one thing for another.
     """
     from torch._inductor import config
 
-    with config.patch(emulate_precision_casts=True, fallback_random=True), warnings.catch_warnings():
+    patterns = config.pattern_matcher and not _is_mistaken(gm)
+    told = config.patch(emulate_precision_casts=True, fallback_random=True, pattern_matcher=patterns)
+    with told, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores", UserWarning)
         yield
+
+
+def _is_mistaken(gm: GraphModule) -> bool:
+    """Whether a graph takes maxima along another dimension than the last, as a softmax over heads does: between two
+    products of matrices Inductor (to 2.13) takes that for attention, and calls SDPA, whose softmax is over keys."""
+    for n in (n for n in gm.graph.nodes if "max" in str(n.target)):
+        of = n.args[0].meta if n.args and isinstance(n.args[0], Node) else {}
+        val = of.get("val", of.get("example_value"))
+        last = (-1, val.dim() - 1) if isinstance(val, torch.Tensor) else (-1,)
+        dim = n.kwargs.get("dim", n.args[1] if len(n.args) > 1 else None)
+        if any(isinstance(d, int) and d not in last for d in (dim if isinstance(dim, (list, tuple)) else (dim,))):
+            return True
+    return False
 
 
 def _copy(graph: Graph) -> Graph:

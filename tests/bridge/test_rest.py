@@ -212,3 +212,29 @@ def largest(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU, and there is no g++")
 def test_a_maximum_is_found_again_by_the_backward_pass() -> None:
     check_gradients(largest, fl.compile(largest, rest="inductor"), inputs(torch.bfloat16, 64)[:3])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU, and there is no g++")
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_softmax_over_heads_is_no_attention(by_hand: bool) -> None:
+    """Inductor's pattern of attention looks at no dimension: by itself it would call SDPA."""
+
+    def over_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        scores = q @ k.mT * 0.25
+        if not by_hand:
+            return (scores.softmax(1) @ v,)
+        powers = (scores - scores.amax(1, keepdim=True)).exp()
+        return (powers / powers.sum(1, keepdim=True) @ v,)
+
+    graphs: list[GraphModule] = []
+
+    def kept(gm: GraphModule, _: Sequence[Tensor]) -> GraphModule:
+        graphs.append(gm)
+        return gm
+
+    inputs = [torch.randn(2, 4, 32, 16) for _ in range(3)]
+    with torch.no_grad():
+        want = torch.compile(over_heads, backend=kept)(*inputs)
+        names = [n.name for n in graphs[0].graph.find_nodes(op="placeholder")]
+        given = [inputs["qkv".index(name.strip("_").split("_")[1])] for name in names]
+        torch.testing.assert_close(rest.Whole(graphs[0])(*given)[0], want[0])
