@@ -36,6 +36,9 @@ FEWEST = 3
 # A region of more rows fills a GPU by itself: as many as 256 tiles of 128 have.
 ROWS = 2**15
 
+# What is stacked may be so many times as large as what is made of it: one query asks for keys once, and the copy of
+# several memories would take longer than to read them.
+COPIED = 64
 # What attends, and has no scores to show.
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 # What is in the names of functions that decide what autograd sees.
@@ -320,6 +323,9 @@ def _put_together(gm: GraphModule, inside: Sequence[Pack], given: Sequence[Pack]
     """Compute nodes as a batch of those of the first part; whether PyTorch can."""
     members = {n for pack in inside for n in pack}
     results = [pack for pack in inside if any({*n.users} - members for n in pack)]
+    copied, made = sum(_nbytes(p[0]) for p in given if not _are_pieces(p)), sum(_nbytes(p[0]) for p in results)
+    if copied > COPIED * made:
+        return False
     own = {pack[0]: pack for pack in given}
     read = [*dict.fromkeys(a for pack in inside for a in pack[0].all_input_nodes if a not in members)]
     vals = [v for n in read if isinstance(v := n.meta.get("val"), FakeTensor)]
@@ -353,6 +359,12 @@ def _without_loops() -> Iterator[None]:
         yield
     finally:
         functorch._set_vmap_fallback_enabled(before)
+
+
+def _are_pieces(pack: Pack) -> bool:
+    """Whether nodes are parts of one tensor, which are read where they lie."""
+    parts = (aten.select.int, aten.slice.Tensor, operator.getitem)
+    return all(n.target in parts and n.args[0] is pack[0].args[0] for n in pack)
 
 
 def _graph(nodes: Sequence[Node], read: Sequence[Node], results: Sequence[Node]) -> Graph:

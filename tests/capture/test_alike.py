@@ -187,6 +187,22 @@ def test_results_are_tensors_of_their_own(device: torch.device) -> None:
     torch.testing.assert_close(results[0], 2 * want[0], rtol=1e-4, atol=1e-4)
 
 
+def test_memories_are_not_copied_for_a_query() -> None:
+    """Long ones, of which one query asks; those that lie in one tensor are read there."""
+
+    def fn(q: Tensor, *memories: Tensor) -> Tensor:
+        return torch.cat([(q @ m.mT / 4).softmax(-1) @ m for m in memories], -1)
+
+    def of_one(q: Tensor, memories: Tensor) -> Tensor:
+        return fn(q, *memories.unbind(0))
+
+    q, memories = torch.randn(2, 1, 16), torch.randn(4, 2, 512, 16)
+    with torch.no_grad():
+        apart, together = explain(fn, q, *memories), explain(of_one, q, memories)
+    assert not any("stack" in name for g in apart.graphs for name, _ in g.left)
+    assert sum(len(g.schedule.regions) for g in together.graphs if g.schedule) == 1
+
+
 def test_what_some_heads_return_besides(device: torch.device) -> None:
     """Weights of one head, scores that are written to, and a later layer whose heads read others' results."""
 
