@@ -241,6 +241,7 @@ def _in_lockstep(gm: GraphModule, parts: Sequence[_Part]) -> tuple[list[Pack], l
     Raises: _Differ if the regions are not alike.
     """
     place = {n: k for k, n in enumerate(gm.graph.nodes)}
+    own = [{*part.nodes} for part in parts]
     inside: list[Pack] = []
     given: list[Pack] = []
     asked: dict[Node, Pack] = {}
@@ -261,7 +262,7 @@ def _in_lockstep(gm: GraphModule, parts: Sequence[_Part]) -> tuple[list[Pack], l
     computed: set[Node] = set()
     while queue:
         _, pack = heapq.heappop(queue)
-        members = [n in part.nodes for n, part in zip(pack, parts, strict=True)]
+        members = [n in mine for n, mine in zip(pack, own, strict=True)]
         read = _read_alike(pack) if computed.isdisjoint(pack) else None
         if any(members) and (read is None or not all(members)):
             raise _Differ

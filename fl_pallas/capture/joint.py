@@ -314,7 +314,7 @@ def _whole(t: Any, given: Collection[int | None]) -> Any:
     """`t`, no view of what nobody else sees, which autograd would let nobody write to; views of what is given stay."""
     if not isinstance(t, torch.Tensor) or not t._is_view() or t.untyped_storage()._cdata in given:
         return t
-    return t.new_empty(0).set_(t.detach())  # type: ignore[arg-type]
+    return t.new_empty(0).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
 
 
 def _is_inference(t: Any) -> bool:
